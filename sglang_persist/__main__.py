@@ -1,0 +1,3 @@
+from sglang_persist.cli import main
+
+main()

@@ -1,0 +1,156 @@
+"""Where SGLang calls us: two lists of (target, kind, function), each function one step into the runtime or launcher.
+
+Targets are resolved before any is registered, and checked again when the first hook fires: SGLang logs a hook that it
+could not apply and goes on without it, but half a plugin would be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pkgutil
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_persist.config import Settings
+
+logger = logging.getLogger("sglang_persist")
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_PARTS = "sglang.srt.managers.scheduler_components."
+_WEIGHTS = _PARTS + "weight_updater.SchedulerWeightUpdaterManager."
+
+#: The one persistence of this scheduler process, once its loop is about to start.
+_current = None
+_settings: Settings | None = None
+
+
+def _guarded(function):
+    """A failure of ours is logged and forgotten: the engine goes on."""
+
+    @functools.wraps(function)
+    def run(*args):
+        if _current is not None:
+            try:
+                return function(_current, *args)
+            except Exception:
+                logger.exception("persistence: %s failed", function.__name__)
+        return None
+
+    return run
+
+
+def _run_event_loop(original, scheduler):
+    global _current
+    missing = [target for target, _, _ in SCHEDULER if target not in HookRegistry._patched]
+    if missing:
+        logger.warning("persistence is off: hook_missing (%s did not take)", ", ".join(missing))
+        return original(scheduler)
+    from sglang_persist.engine.runtime import Persistence, handle_signals
+
+    try:
+        persistence = Persistence(scheduler, _settings)
+        persistence.start()
+        _current = persistence
+        handle_signals(persistence)
+    except Exception:
+        logger.exception("persistence is off: internal_error")
+    return original(scheduler)
+
+
+@_guarded
+def _after_intake(persistence, _result, _scheduler, _requests):
+    persistence.tick()
+
+
+@_guarded
+def _after_pull(persistence, received, _receiver):
+    if received is not None:
+        persistence.poll(received)
+
+
+@_guarded
+def _after_shutdown(persistence, _result, _scheduler, _request):
+    persistence.shutdown()
+
+
+@_guarded
+def _after_flush(persistence, flushed, _scheduler, *_args):
+    if flushed:
+        persistence.flushed()
+
+
+@_guarded
+def _after_weights(persistence, *_args):
+    persistence.weights_changed()
+
+
+@_guarded
+def _before_release(persistence, *_args):
+    persistence.pause()
+
+
+@_guarded
+def _after_resume(persistence, *_args):
+    persistence.resume()
+
+
+@_guarded
+def _after_state(persistence, output, *_args):
+    output.internal_state["persist"] = persistence.status()
+
+
+def _after_dispatcher(_result, scheduler):
+    from sglang.utils import TypeBasedDispatcher
+
+    from sglang_persist.engine.runtime import PersistCommand
+
+    def act(command):
+        if _current is not None:
+            _current.on_command(command)
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(PersistCommand, act)])
+
+
+@_guarded
+def _after_handlers(persistence, handlers, _controller):
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+    def validate(_key, _value):
+        if reason := persistence.why_no_snapshot():
+            raise UpdateRejected(f"persistence is off: {reason}")
+
+    handlers["persist_snapshot"] = _UpdateHandler(validate, lambda _key, _value: persistence.request_snapshot())
+
+
+SCHEDULER = (
+    (_SCHEDULER + "run_event_loop", HookType.AROUND, _run_event_loop),
+    (_SCHEDULER + "init_request_dispatcher", HookType.AFTER, _after_dispatcher),
+    (_SCHEDULER + "process_input_requests", HookType.AFTER, _after_intake),
+    (_SCHEDULER + "handle_shutdown", HookType.AFTER, _after_shutdown),
+    (_SCHEDULER + "flush_cache", HookType.AFTER, _after_flush),
+    (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.AFTER, _after_pull),
+    (_PARTS + "internal_state.SchedulerInternalStateController.get_internal_state", HookType.AFTER, _after_state),
+    (_PARTS + "internal_state.SchedulerInternalStateController._update_handlers", HookType.AFTER, _after_handlers),
+    (_WEIGHTS + "update_weights_from_disk", HookType.AFTER, _after_weights),
+    (_WEIGHTS + "update_weights_from_distributed", HookType.AFTER, _after_weights),
+    (_WEIGHTS + "update_weights_from_tensor", HookType.AFTER, _after_weights),
+    (_WEIGHTS + "update_weights_from_ipc", HookType.AFTER, _after_weights),
+    (_WEIGHTS + "release_memory_occupation", HookType.BEFORE, _before_release),
+    (_WEIGHTS + "resume_memory_occupation", HookType.AFTER, _after_resume),
+)
+
+
+def install(hooks, settings: Settings | None) -> bool:
+    """Register a list of hooks, all or none. False, after one line, where a target is not there."""
+    global _settings
+    _settings = settings
+    for target, _, _ in hooks:
+        try:
+            pkgutil.resolve_name(target)
+        except (ImportError, AttributeError, ValueError) as error:
+            logger.warning("persistence is off: hook_missing (%s: %s)", target, error)
+            return False
+    for target, kind, function in hooks:
+        HookRegistry.register(target, function, kind)
+    return True

@@ -1,0 +1,74 @@
+"""In the process that starts the others: give the schedulers time for their last snapshot, however it is stopped.
+
+Stock SGLang kills schedulers 15 s after it asked them to stop, and at once on Ctrl-C and in `Engine.shutdown`. Here
+they are asked first (SIGUSR2) and waited for, never longer than the shutdown timeout, whatever state they are in.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import psutil
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_persist import config
+from sglang_persist.errors import SettingError
+
+logger = logging.getLogger("sglang_persist")
+
+
+def _run_http_server(original, *args, **kwargs):
+    from sglang.srt.managers import tokenizer_manager
+
+    timeout = config.load().shutdown_timeout
+    stock = tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS
+    tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(stock, timeout)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        manager = kwargs.get("tokenizer_manager") or (args[1] if len(args) > 1 else None)
+        _stop_schedulers(timeout, manager)
+
+
+def _engine_shutdown(original, engine):
+    if not getattr(engine, "_attached", False):
+        _stop_schedulers(config.load().shutdown_timeout, getattr(engine, "tokenizer_manager", None))
+    return original(engine)
+
+
+def _stop_schedulers(timeout: float, tokenizer_manager) -> None:
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    try:
+        schedulers = collect_scheduler_processes()
+        if not schedulers:
+            return
+        # From here on their end is expected, not a crash to be reported.
+        watchdog = getattr(tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        for process in schedulers:
+            try:
+                process.send_signal(signal.SIGUSR2)
+            except psutil.Error:
+                continue
+        _, alive = psutil.wait_procs(schedulers, timeout)
+        if alive:
+            logger.warning("schedulers %s did not end within %s s", [p.pid for p in alive], timeout)
+    except Exception:
+        logger.exception("persistence: the schedulers could not be asked to stop")
+
+
+def _launch_subprocesses(original, *args, **kwargs):
+    config.load()  # raises SettingError: `register` may not, its exceptions are swallowed
+    return original(*args, **kwargs)
+
+
+LAUNCHER = (
+    ("sglang.srt.entrypoints.http_server._setup_and_run_http_server", HookType.AROUND, _run_http_server),
+    ("sglang.srt.entrypoints.engine.Engine.shutdown", HookType.AROUND, _engine_shutdown),
+)
+BAD_SETTING = (("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", HookType.AROUND, _launch_subprocesses),)
+
+__all__ = ["BAD_SETTING", "LAUNCHER", "SettingError"]

@@ -1,0 +1,373 @@
+"""One per scheduler process: composes tree, pages and store, and decides when things happen.
+
+Every method is called on the scheduler's thread. Whatever goes wrong in here ends as a state and one line of log, never
+as an exception in the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_persist.config import Settings
+from sglang_persist.engine import identity
+from sglang_persist.engine.pages import KvPages
+from sglang_persist.engine.tree import LiveTree, prepare_hashes
+from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, Unsupported
+from sglang_persist.fs import REAL, FileSystem
+from sglang_persist.restore import RestoreResult, restore
+from sglang_persist.save import SaveRequest, SaveResult, save
+from sglang_persist.store import names, shard, verify
+from sglang_persist.store.home import Home
+
+logger = logging.getLogger("sglang_persist")
+
+#: How long one pass of the scheduler's loop may work on a snapshot.
+BUSY_SLICE, IDLE_SLICE = 0.005, 0.05
+#: Of the shutdown timeout: from when on no new record is begun, and when the snapshot is given up.
+SOFT_SHARE, HARD_SHARE = 0.6, 0.9
+
+
+@dataclass(frozen=True)
+class PersistCommand:
+    """Travels with SGLang's own broadcast, so that every rank acts on it at the same point of its loop."""
+
+    generation: int
+    reason: str
+    request: int
+
+
+class Persistence:
+    def __init__(self, scheduler, settings: Settings, fs: FileSystem = REAL):
+        self.scheduler, self.settings, self.fs = scheduler, settings, fs
+        self.why_off: str | None = "not_started"
+        self.why_cold: str | None = None
+        self.restored = RestoreResult()
+        self.restore_state, self.restore_seconds = "off", 0.0
+        self.tree: LiveTree | None = None
+        self.pages: KvPages | None = None
+        self.home: Home | None = None
+        self._job: Generator | None = None
+        self._command: PersistCommand | None = None
+        self._queue: list[PersistCommand] = []
+        self._generation = 0
+        self._requested = self._last_request = 0
+        self._in_flight = False
+        self._next_due = float("inf")
+        self._stop_requested = self._paused = False
+        self._last: SaveResult | None = None
+        self._last_success: float | None = None
+        self._failures, self._last_error = 0, None
+        self._store_bytes = 0
+
+    # ------------------------------------------------------------------------------------------- start
+
+    def start(self) -> None:
+        """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
+        try:
+            self._open()
+        except Unsupported as error:
+            self._turn_off(error.reason, str(error))
+            return
+        except Exception as error:
+            logger.exception("persistence stays off")
+            self._turn_off(getattr(error, "reason", "internal_error"), str(error))
+            return
+        try:
+            self._restore()
+        except Exception as error:
+            logger.exception("restore failed")
+            self._cold(getattr(error, "reason", "internal_error"), str(error))
+            self.restore_state = "aborted"
+        self.why_off = None
+        self._check_writable()
+        if self.settings.interval > 0:
+            self._next_due = time.monotonic() + self.settings.interval
+
+    def _open(self) -> None:
+        scheduler, parallel = self.scheduler, get_parallel()
+        policy = str(getattr(scheduler.server_args, "radix_eviction_policy", "lru"))
+        self.tree = LiveTree(scheduler.tree_cache, policy, self._locked_nodes)
+        self.pages = KvPages(scheduler.token_to_kv_pool_allocator)
+        prepare_hashes(scheduler.tree_cache)
+        began = time.monotonic()
+        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages)
+        logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
+        dp_rank = parallel.dp_rank
+        self.shards = identity.group_shards(parallel, dp_rank)
+        self.home = Home(self.fs, self.settings.dir, self.identity, identity.shard_name(parallel, dp_rank))
+        self.rank = int(dp_rank or 0)
+        self.leader = self.home.path.name == self.shards[0]
+
+    def _locked_nodes(self):
+        """Nodes that running requests hold: their leaves are not among the evictable ones."""
+        requests = set(self.scheduler.collect_inflight_reqs())
+        if self.scheduler.chunked_req is not None:
+            requests.add(self.scheduler.chunked_req)
+        is_root = self.scheduler.tree_cache.tree_core.is_root
+        for request in requests:
+            node = getattr(request, "last_node", None)
+            if isinstance(node, int) and not is_root(node):
+                yield node
+
+    def _restore(self) -> None:
+        passed = self.home.find()
+        for error in passed:
+            logger.warning("passed over: %s", error)
+        self._generation = self.home.next_generation() - 1
+        if self.settings.restore == "off":
+            return
+        if self.home.manifest is None:
+            self._cold(self._why_cold(passed), "nothing that fits is stored")
+            self.restore_state = "done"
+            return
+        if self.home.manifest.pools != self.pages.pools or self.home.manifest.page_tokens != self.tree.page_tokens:
+            self.home.manifest = None
+            self._cold("layout_changed", "the stored buffers are laid out otherwise")
+            self.restore_state = "done"
+            return
+        began = time.monotonic()
+        self.restore_state = "running"
+        deadline = began + self.settings.restore_timeout
+        for _ in restore(self.tree, self.pages, self.home, self.settings, deadline, self.restored):
+            pass
+        self.pages.settle()
+        self.restore_seconds = time.monotonic() - began
+        self.restore_state = "done"
+        for error in self.restored.errors[:20]:
+            logger.warning("refused: %s", error)
+        if not self.restored.tokens:
+            self._cold(next(iter(self.restored.refused), "no_snapshot"), "no node could be restored")
+        logger.info(
+            "restored %d of %d tokens of generation %d in %.2f s%s", self.restored.tokens, self.restored.total_tokens,
+            self.home.manifest.generation, self.restore_seconds,
+            f", refused nodes: {dict(self.restored.refused)}" if self.restored.refused else "",
+        )  # fmt: skip
+
+    def _why_cold(self, passed: list[Exception]) -> str:
+        if any(isinstance(e, NewerFormat) for e in passed):
+            return "newer_format"
+        if passed:
+            return "damaged"
+        others = []
+        for path in names.shard_dirs(self.fs, self.settings.dir):
+            for generation in shard.generations(self.fs, path)[:1]:
+                try:
+                    others.append(shard.load_manifest(self.fs, path, generation).identity)
+                except PersistError:
+                    continue
+        return identity.why_cold(self.identity, others)
+
+    def _check_writable(self) -> None:
+        """Say at the start, not at the first interval, that nothing can be written."""
+        try:
+            self.home.become_writer()
+            self._store_bytes = verify.store_bytes(self.fs, self.settings.dir)[1]
+        except PersistError as error:
+            if self.restored.tokens == 0:
+                self.why_cold = error.reason
+            self._failed(error)
+
+    def _cold(self, reason: str, detail: str) -> None:
+        self.why_cold = reason
+        logger.warning("cold start: %s (%s)", reason, detail)
+
+    def _turn_off(self, reason: str, detail: str) -> None:
+        self.why_off = reason
+        self._drop_job("persistence was turned off")
+        logger.warning("persistence is off: %s (%s)", reason, detail)
+
+    # ---------------------------------------------------------------------------------------- each pass
+
+    def poll(self, received: list) -> None:
+        """On the rank that receives requests: add our commands to what is broadcast."""
+        if self._stop_requested:
+            from sglang.srt.managers.io_struct import ShutdownReq
+
+            self._stop_requested = False
+            received.append(ShutdownReq())
+        if self._in_flight or self.why_off or self._paused or not self.leader:
+            return
+        asked = self._requested > self._last_request
+        if asked or time.monotonic() >= self._next_due:
+            self._in_flight = True
+            reason = "manual" if asked else "interval"
+            received.append(PersistCommand(self._generation + 1, reason, self._requested))
+
+    def on_command(self, command: PersistCommand) -> None:
+        self._queue.append(command)
+
+    def tick(self) -> None:
+        """After every intake of requests: a bounded slice of the running snapshot, if there is one."""
+        if self._job is None:
+            if not self._queue or self.why_off or self._paused:
+                return
+            self._begin(self._queue.pop(0))
+        end = time.monotonic() + (IDLE_SLICE if self.scheduler.is_fully_idle() else BUSY_SLICE)
+        while self._job is not None and self._step() is None and time.monotonic() < end:
+            pass
+
+    def _begin(self, command: PersistCommand, deadline: float | None = None) -> None:
+        self._command = command
+        self._generation = max(self._generation, command.generation)
+        request = SaveRequest(command.generation, command.reason, self.shards, deadline)
+        self._job = save(self.tree, self.pages, self.home, self.identity, request, self.settings)
+
+    def _step(self):
+        """One slice; returns what it waits for, or None. The end of the job, good or bad, is dealt with here."""
+        try:
+            return next(self._job)
+        except StopIteration as done:
+            self._succeeded(done.value)
+        except PersistError as error:
+            self._failed(error)
+        except Exception as error:
+            logger.exception("snapshot failed")
+            self._failed(error)
+        return None
+
+    def _succeeded(self, result: SaveResult) -> None:
+        self._last, self._last_success, self._last_error = result, time.time(), None
+        if result.new_bytes:
+            self._store_bytes = verify.store_bytes(self.fs, self.settings.dir)[1]
+            logger.info(
+                "generation %d (%s): %d tokens, %d new, %d bytes in %.2f s%s", result.generation, self._command.reason,
+                result.tokens, result.new_tokens, result.new_bytes, result.seconds,
+                f", {result.left_out_tokens} tokens left out" if result.left_out_tokens else "",
+            )  # fmt: skip
+        self._end_job()
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        text = f"{getattr(error, 'reason', type(error).__name__)}: {error}"
+        if text != self._last_error:  # a full disk fails at every interval; say it once
+            logger.warning("no snapshot: %s", text)
+        self._last_error = text
+        self._end_job()
+
+    def _end_job(self) -> None:
+        if self._command is not None:
+            self._last_request = max(self._last_request, self._command.request)
+        self._job = self._command = None
+        self._in_flight = bool(self._queue)
+        if self.settings.interval > 0:
+            self._next_due = time.monotonic() + self.settings.interval
+
+    def _drop_job(self, why: str) -> None:
+        """Stop the running snapshot; what was committed before stays the newest."""
+        if self._job is not None:
+            self._job.close()
+            self._failed(SnapshotFailed(why))
+
+    # --------------------------------------------------------------------------------- what SGLang tells
+
+    def request_snapshot(self) -> None:
+        self._requested += 1
+
+    def request_stop(self, *_signal) -> None:
+        """From a signal handler: leave the loop the way SGLang itself leaves it, all ranks together."""
+        self._stop_requested = True
+
+    def shutdown(self) -> None:
+        """The last snapshot, to its end: called when the loop is about to end and everything is drained."""
+        if self.why_off or self._paused:
+            return
+        timeout, began = self.settings.shutdown_timeout, time.monotonic()
+        hard = began + timeout * HARD_SHARE
+        self._queue.clear()
+        self._drive(hard)
+        if time.monotonic() < hard:
+            command = PersistCommand(self._generation + 1, "shutdown", self._requested)
+            self._begin(command, began + timeout * SOFT_SHARE)
+            self._drive(hard)
+        self.home.close()
+        self.why_off = "stopped"
+
+    def _drive(self, deadline: float) -> None:
+        while self._job is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._drop_job("the last snapshot did not end within the shutdown timeout")
+            elif (waiting := self._step()) is not None:
+                waiting(min(left, 0.25))
+
+    def flushed(self) -> None:
+        """The tree was emptied: what is being saved is gone; what is stored stays, or goes, as configured."""
+        self._drop_job("the cache was flushed")
+        if self.home is not None:
+            self.home.known.clear()
+        if self.settings.on_flush == "drop" and not self.why_off:
+            try:
+                self.home.drop()
+            except PersistError as error:
+                self._failed(error)
+
+    def weights_changed(self) -> None:
+        """KV from before and after an update cannot be told apart, and a restart loads the old weights again."""
+        if not self.why_off:
+            self._turn_off("weights_changed", "weights were updated in place; snapshots end for this process")
+
+    def pause(self) -> None:
+        """KV memory is about to be released: nothing may read it until `resume`."""
+        self._drop_job("KV memory was released")
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    # ------------------------------------------------------------------------------------------ status
+
+    def why_no_snapshot(self) -> str | None:
+        return self.why_off or ("memory_released" if self._paused else None)
+
+    def status(self) -> dict:
+        last = self._last
+        return {
+            "enabled": self.why_off is None,
+            "why_off": self.why_off,
+            "rank": getattr(self, "rank", 0),
+            "namespace": names.namespace(self.identity) if self.home else None,
+            "restore": {
+                "state": self.restore_state,
+                "why_cold": self.why_cold,
+                "tokens_restored": self.restored.tokens,
+                "tokens_total": self.restored.total_tokens,
+                "nodes_refused": dict(Counter(self.restored.refused)),
+                "seconds": round(self.restore_seconds, 3),
+            },
+            "snapshot": {
+                "state": "running" if self._job is not None else "idle",
+                "generation": self.home.generation if self.home else 0,
+                "last_success": self._last_success,
+                "last_tokens": last.tokens if last else None,
+                "last_new_tokens": last.new_tokens if last else None,
+                "last_new_bytes": last.new_bytes if last else None,
+                "last_seconds": round(last.seconds, 3) if last else None,
+                "requested": self._requested,
+                "last_request": self._last_request,
+                "failures": self._failures,
+                "last_error": self._last_error,
+            },
+            "store": {"bytes": self._store_bytes, "budget_bytes": self._budget()},
+        }
+
+    def _budget(self) -> int | None:
+        try:
+            total = self.fs.space(self.settings.dir)[1]
+        except PersistError:
+            return self.settings.max_bytes.bytes
+        return self.settings.max_bytes.of(total)
+
+
+def handle_signals(persistence: Persistence) -> None:
+    """In a scheduler: only the launcher decides when to stop, so that the last snapshot is not cut off by a signal that
+    a terminal or a service manager sends to the whole group. SIGUSR2 is the launcher's word to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, persistence.request_stop)

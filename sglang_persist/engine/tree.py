@@ -1,0 +1,131 @@
+"""SGLang's radix tree, read and filled through the public calls of its core, the same for the Rust and Python ones."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_persist.errors import Unsupported
+from sglang_persist.model import HASH_BYTES, Space
+from sglang_persist.plan import NO_PARENT, Content, TreeNode
+
+FULL = ComponentType.FULL
+_EVERYTHING = 1 << 40
+#: Policies that evict the most recent first: there, inserting in reverse reproduces the order.
+_REVERSED = ("mru", "filo")
+_UNTESTED = ("tlru",)
+#: Calls of the core's interface that this module makes. All must be there, or persistence stays off.
+_NEEDED = (
+    "backfill_missing_hash_values", "collect_full_device_indices", "collect_path_info", "evict_device_end",
+    "evict_device_next_node", "evict_device_start", "get_component_device_value", "match_full_device_prefix",
+    "snapshot_buffer_backup",
+)  # fmt: skip
+
+
+class LiveTree:
+    """`ports.Tree` over a `UnifiedRadixCache`. `locked` yields ids of nodes that running requests hold."""
+
+    def __init__(self, cache, policy: str, locked: Callable[[], Iterable[int]] = tuple):
+        if type(cache) is not UnifiedRadixCache:
+            raise Unsupported("unsupported_tree", f"radix cache {type(cache).__module__}.{type(cache).__qualname__}")
+        if cache.disable:
+            raise Unsupported("no_radix_cache", "the radix cache is disabled")
+        if tuple(cache.tree_components) != (FULL,):
+            names = "+".join(str(c.name).lower() for c in cache.tree_components)
+            raise Unsupported("unsupported_tree", f"a radix tree with components {names}")
+        if policy in _UNTESTED:
+            raise Unsupported("unsupported_tree", f"eviction policy {policy}")
+        missing = [name for name in _NEEDED if not hasattr(cache.tree_core, name)]
+        if missing:
+            raise Unsupported("unsupported_engine", f"the tree core lacks {', '.join(missing)}")
+        self.cache, self.core, self._locked = cache, cache.tree_core, locked
+        self.page_tokens = int(cache.page_size)
+        self.bigram = bool(self.core.is_eagle)
+        self._reversed = policy in _REVERSED
+
+    def nodes(self) -> list[TreeNode]:
+        leaves = self._leaves()
+        if self._reversed:
+            leaves.reverse()
+        seen = set(leaves)
+        leaves += [i for i in dict.fromkeys(self._locked()) if i not in seen]
+        self.core.backfill_missing_hash_values()
+        out: list[TreeNode] = []
+        index: dict[int, int] = {}
+        for path in self.core.collect_path_info(leaves):
+            for info in path:
+                if info.node_id in index:
+                    continue
+                if not info.full_value_len:  # from here on only the host has it
+                    break
+                index[info.node_id] = len(out)
+                out.append(TreeNode(info.node_id, index.get(info.parent_id, -1), info.path_start, info.path_end))
+        return out
+
+    def _leaves(self) -> list[int]:
+        """Unlocked device leaves in eviction order: a walk that selects and evicts nothing."""
+        out: list[int] = []
+        tracker = dict.fromkeys(self.cache.tree_components, 0)
+        self.core.evict_device_start(FULL, _EVERYTHING)
+        try:
+            while (step := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
+                out.append(step.node_id)
+        finally:
+            self.core.evict_device_end(FULL)
+        return out
+
+    def content(self, node_id: int) -> Content | None:
+        found = self.core.snapshot_buffer_backup(node_id, False)
+        if found is None:
+            return None
+        key = found.key
+        space = Space(key.extra_key, key.cache_salt, bool(key.is_bigram))
+        tokens = np.array(key.raw_token_ids(), np.int64)
+        hashes = bytes.fromhex("".join(found.hash_values))
+        if len(hashes) // HASH_BYTES * self.page_tokens + space.extra_tokens != len(tokens):
+            return None
+        parent = bytes.fromhex(found.parent_last_hash) if found.parent_last_hash else NO_PARENT
+        return Content(space, tokens, hashes, parent)
+
+    def slots(self, node: TreeNode, start: int, end: int) -> torch.Tensor | None:
+        try:
+            own = self.core.get_component_device_value(node.id, FULL)
+            if own is None:
+                return None
+            if (low := node.end - len(own)) <= start:
+                return own[start - low : end - low]
+            path = self.core.collect_full_device_indices(node.id, self.cache.root_node_handle())
+        except KeyError:
+            return None
+        return path[start:end] if len(path) == node.end else None
+
+    def insert(self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int) -> int | None:
+        ids = array("q", np.ascontiguousarray(tokens, np.int64).tobytes())
+        key = RadixKey(ids, space.extra_key, is_bigram=space.bigram, cache_salt=space.cache_salt)
+        if self.core.match_full_device_prefix(key)[0] != matched:
+            return None
+        # `prev_prefix_len`: the tree must not free, as duplicates, the ancestors' own slots. `inserted_len`: ancestors
+        # do not count a hit for each descendant that is put back.
+        done = self.cache.insert(
+            InsertParams(key=key, value=torch.cat(slots), prev_prefix_len=matched, inserted_len=matched)
+        )
+        return int(done.last_device_node)
+
+
+def prepare_hashes(cache) -> None:
+    """The Python core hashes pages through an extension that is compiled on first use: do it now, not while serving."""
+    if type(cache.tree_core).__name__.startswith("Rust"):
+        return
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], None, 1)
+    except Exception as error:
+        raise Unsupported("no_page_hashes", f"SGLang's page hashes cannot be built here: {error}") from error

@@ -1,0 +1,1 @@
+"""Bytes of segments and manifests: no files, no threads, no engine."""

@@ -1,0 +1,122 @@
+"""Lossless codecs of KV bytes: bytes in, bytes out. FORMAT.md section 4.
+
+`ROT16` is the codec for 16-bit floats. Rotated left by one bit, a bfloat16 is its exponent byte followed by mantissa
+and sign. Exponents carry about 2.7 bits of entropy and no repeats, so they go through zstd with parameters that find
+next to no matches and leave Huffman coding to do the work (smaller and faster than any level); mantissas are noise and
+stay as they are. For float16 the same cut takes five exponent and three mantissa bits. Figures: README, "Numbers".
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum
+
+import numpy as np
+import zstandard
+
+from sglang_persist.errors import Malformed
+
+
+class Codec(IntEnum):
+    RAW = 0
+    ZSTD = 1
+    ROT16 = 2
+
+
+_HUFFMAN = zstandard.ZstdCompressionParameters(
+    strategy=1, hash_log=6, chain_log=6, search_log=1, min_match=7, window_log=17, target_length=0,
+    write_content_size=1, write_checksum=1,
+)  # fmt: skip
+_PLAIN = zstandard.ZstdCompressionParameters.from_level(1, write_content_size=1, write_checksum=1)
+
+# A compressor is not promised to be safe in two threads at once, and making one costs more than a small part does.
+_local = threading.local()
+
+
+def _tool(name: str, make):
+    tool = getattr(_local, name, None)
+    if tool is None:
+        tool = make()
+        setattr(_local, name, tool)
+    return tool
+
+
+def _compress(params_name: str, data) -> bytes:
+    params = _HUFFMAN if params_name == "huffman" else _PLAIN
+    return _tool(params_name, lambda: zstandard.ZstdCompressor(compression_params=params)).compress(data)
+
+
+def choose(setting: str, dtype: str) -> Codec:
+    """The codec for elements of `dtype` under the setting `auto`, `zstd` or `raw`."""
+    if setting == "raw":
+        return Codec.RAW
+    if setting == "auto" and dtype in ("bfloat16", "float16"):
+        return Codec.ROT16
+    return Codec.ZSTD
+
+
+def encode(codec: Codec, raw: np.ndarray) -> tuple[Codec, int, list[bytes | memoryview]]:
+    """`raw` (uint8, contiguous) as (codec used, bytes of the leading zstd frame, chunks to write).
+
+    Bytes that do not shrink come back raw, so that a store is never larger than what it holds.
+    """
+    if codec is Codec.ROT16 and raw.nbytes % 2 == 0:
+        words = raw.view("<u2")
+        exponents = np.right_shift(words, 7).astype(np.uint8)
+        rest = np.right_shift(words, 8)
+        rest &= 0x80
+        rest |= words & 0x7F
+        frame = _compress("huffman", exponents)
+        if len(frame) < exponents.nbytes:
+            return Codec.ROT16, len(frame), [frame, rest.astype(np.uint8).data]
+    elif codec is not Codec.RAW:
+        frame = _compress("plain", raw)
+        if len(frame) < raw.nbytes:
+            return Codec.ZSTD, len(frame), [frame]
+    return Codec.RAW, 0, [raw.data]
+
+
+def _inflate(frame: memoryview, out: np.ndarray) -> None:
+    """A whole zstd frame into `out`, which it must fill exactly; its own content checksum is checked at its end."""
+    decoder = _tool("decoder", zstandard.ZstdDecompressor)
+    try:
+        with decoder.stream_reader(frame) as reader:
+            if reader.readinto(out) != out.nbytes or reader.read(1):
+                raise Malformed(f"a zstd frame does not hold the {out.nbytes} bytes that its index declares")
+    except zstandard.ZstdError as error:
+        raise Malformed(f"a zstd frame does not decode: {error}") from None
+
+
+def decode(codec: int, frame_bytes: int, stored: memoryview, out: np.ndarray) -> None:
+    """`stored` into `out` (uint8, contiguous, of the declared size). Raises Malformed; never writes past `out`."""
+    if codec == Codec.RAW:
+        if len(stored) != out.nbytes:
+            raise Malformed(f"{len(stored)} raw bytes stand where {out.nbytes} are declared")
+        out[:] = np.frombuffer(stored, np.uint8)
+    elif codec == Codec.ZSTD:
+        _inflate(stored, out)
+    elif codec == Codec.ROT16:
+        if out.nbytes % 2 or frame_bytes > len(stored) or len(stored) - frame_bytes != out.nbytes // 2:
+            raise Malformed("the planes of a 16-bit part do not have equal length")
+        words = out.view("<u2")
+        exponents = np.empty(words.size, np.uint8)
+        _inflate(stored[:frame_bytes], exponents)
+        # Sign extension puts the sign into bit 15 and the mantissa into bits 0-6 in one step.
+        rest = np.frombuffer(stored[frame_bytes:], np.int8).astype(np.int16).view(np.uint16)
+        rest &= 0x807F
+        np.left_shift(exponents, 7, out=words, dtype=np.uint16)
+        words |= rest
+    else:
+        raise Malformed(f"codec {codec} is not known")
+
+
+def pack(data: bytes) -> bytes:
+    """An index or a manifest body as one standard zstd frame with its size and checksum inside."""
+    return _compress("plain", data)
+
+
+def unpack(frame: bytes, raw_bytes: int) -> bytes:
+    """The inverse of `pack`; `raw_bytes` was bounded by the caller before anything is allocated here."""
+    out = np.empty(raw_bytes, np.uint8)
+    _inflate(memoryview(frame), out)
+    return out.tobytes()

@@ -1,0 +1,134 @@
+"""Checked msgpack bodies, shared by segment indexes and manifests: a zstd frame with length and digest outside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed
+from sglang_persist.format import codec, limits
+from sglang_persist.model import Buffer, Pool, Space
+
+
+def digest64(*chunks, seed: int = 0) -> int:
+    state = xxhash.xxh3_64(seed=seed)
+    for chunk in chunks:
+        state.update(chunk)
+    return state.intdigest()
+
+
+def digest128(data) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def seal(body: dict[str, Any]) -> tuple[bytes, int, bytes]:
+    """A body as (stored bytes, decoded size, xxh3-128 of the stored bytes)."""
+    raw = msgpack.packb(body, use_bin_type=True, unicode_errors="surrogatepass")
+    stored = codec.pack(raw)
+    return stored, len(raw), digest128(stored)
+
+
+def check_sizes(stored_bytes: int, raw_bytes: int) -> None:
+    if raw_bytes > limits.MAX_INDEX_BYTES or raw_bytes > stored_bytes * limits.MAX_RATIO:
+        raise LimitExceeded(f"{stored_bytes} stored bytes declare {raw_bytes} decoded ones")
+
+
+def unseal(stored: bytes, raw_bytes: int, digest: bytes) -> dict[str, Any]:
+    """The body. Raises FormatError; sizes are bounded here before anything of that size is allocated."""
+    check_sizes(len(stored), raw_bytes)
+    if digest128(stored) != digest:
+        raise ChecksumMismatch("the body does not match its digest")
+    raw = codec.unpack(stored, raw_bytes)
+    try:
+        body = msgpack.unpackb(raw, raw=False, strict_map_key=True, max_ext_len=0, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise Malformed(f"the body is not msgpack: {type(error).__name__}") from None
+    if not isinstance(body, dict):
+        raise Malformed("the body is not a map")
+    return body
+
+
+def field(body: dict, name: str, kind):
+    """A member of a map that must be there and of this type (a type, or a tuple of them)."""
+    value = body.get(name)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise Malformed(f"field {name!r} is missing or of a wrong type")
+    return value
+
+
+def column(body: dict, name: str, dtype: str, count: int | None = None) -> np.ndarray:
+    """A column: little-endian numbers in one msgpack bin, of exactly `count` elements where that is known."""
+    data = field(body, name, bytes)
+    width = np.dtype(dtype).itemsize
+    if len(data) % width or (count is not None and len(data) != count * width):
+        raise Malformed(f"column {name!r} has {len(data)} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def same_length(*columns: np.ndarray) -> int:
+    lengths = {len(c) for c in columns}
+    if len(lengths) != 1:
+        raise Malformed("columns of one table differ in length")
+    return lengths.pop()
+
+
+def encode_space(space) -> list:
+    return [space.extra_key, space.cache_salt, space.bigram]
+
+
+def decode_spaces(body: dict):
+    out = []
+    for entry in field(body, "spaces", list):
+        if (
+            not isinstance(entry, list)
+            or len(entry) != 3
+            or not all(e is None or isinstance(e, str) for e in entry[:2])
+            or not isinstance(entry[2], bool)
+        ):
+            raise Malformed("a space is not [text or nil, text or nil, bool]")
+        out.append(Space(*entry))
+    if len(out) > limits.MAX_SPACES:
+        raise LimitExceeded(f"{len(out)} spaces")
+    return tuple(out)
+
+
+def encode_pools(pools) -> list:
+    return [
+        {
+            "name": p.name,
+            "unit": p.unit,
+            "buffers": [[b.name, b.dtype, list(b.row_shape), b.row_bytes] for b in p.buffers],
+        }
+        for p in pools
+    ]
+
+
+def decode_pools(body: dict):
+    out = []
+    entries = field(body, "pools", list)
+    if not 1 <= len(entries) <= limits.MAX_POOLS:
+        raise LimitExceeded(f"{len(entries)} pools")
+    for entry in entries:
+        if not isinstance(entry, dict) or entry.get("unit") not in ("slot", "page"):
+            raise Malformed("a pool has no known unit")
+        buffers = []
+        for b in field(entry, "buffers", list):
+            if (
+                not isinstance(b, list)
+                or len(b) != 4
+                or not isinstance(b[0], str)
+                or not isinstance(b[1], str)
+                or not isinstance(b[2], list)
+                or not all(isinstance(n, int) and n >= 0 for n in b[2])
+                or not isinstance(b[3], int)
+                or not 0 < b[3] <= limits.MAX_RECORD_BYTES
+            ):
+                raise Malformed("a buffer is not [name, dtype, shape, bytes]")
+            buffers.append(Buffer(b[0], b[1], tuple(b[2]), b[3]))
+        if not 1 <= len(buffers) <= limits.MAX_BUFFERS:
+            raise LimitExceeded(f"{len(buffers)} buffers in a pool")
+        out.append(Pool(field(entry, "name", str), entry["unit"], tuple(buffers)))
+    return tuple(out)

@@ -1,0 +1,180 @@
+"""Manifests: one generation of one shard, the commit record. FORMAT.md section 3.
+
+fixed header (magic, version, sizes, digest, checksum) | body (a checked msgpack map)
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+
+from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed, NewerFormat, NotOurs, Truncated
+from sglang_persist.format import envelope, limits
+from sglang_persist.model import Identity, Manifest, Node, Piece, SegmentRef
+
+MAJOR, MINOR = 1, 0
+MAGIC = b"\x89KVMAN\r\n"
+# magic, major, minor, required features, body stored bytes, body decoded bytes, body digest; then the checksum
+HEADER = struct.Struct("<8sHHIQQ16s")
+CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+
+
+def encode(m: Manifest) -> bytes:
+    body, raw_bytes, digest = envelope.seal(_body(m))
+    head = HEADER.pack(MAGIC, MAJOR, MINOR, 0, len(body), raw_bytes, digest)
+    return head + CHECKSUM.pack(envelope.digest64(head)) + body
+
+
+def _body(m: Manifest) -> dict:
+    segment_at = {s.id: i for i, s in enumerate(m.segments)}
+    pieces = [(i, *p._replace(segment=segment_at[p.segment])) for i, node in enumerate(m.nodes) for p in node.pieces]
+
+    def table(rows, dtypes, width):
+        columns = list(zip(*rows, strict=True)) or [()] * width
+        return [np.array(c, d).tobytes() for c, d in zip(columns, dtypes, strict=True)]
+
+    parent, space, pages = table(((n.parent, n.space, n.pages) for n in m.nodes), ("<i4", "<u4", "<u4"), 3)
+    names = ("node", "pool", "at", "segment", "record", "first", "pages")
+    dtypes = ("<u4", "<u1", "<u4", "<u4", "<u4", "<u4", "<u4")
+    return {
+        "generation": m.generation,
+        "created": m.created,
+        "reason": m.reason,
+        "shard": m.shard,
+        "shards": list(m.shards),
+        "page_tokens": m.page_tokens,
+        "identity": asdict(m.identity),
+        "pools": envelope.encode_pools(m.pools),
+        "spaces": [envelope.encode_space(s) for s in m.spaces],
+        "segments": [[s.id, s.bytes, s.digest, s.records] for s in m.segments],
+        "node_parent": parent,
+        "node_space": space,
+        "node_pages": pages,
+        **{f"piece_{n}": c for n, c in zip(names, table(pieces, dtypes, 7), strict=True)},
+        "tokens": m.tokens,
+        "raw_bytes": m.raw_bytes,
+        "stored_bytes": m.stored_bytes,
+        "left_out_tokens": m.left_out_tokens,
+    }
+
+
+def decode(data: bytes) -> Manifest:
+    """A manifest file. Raises FormatError for anything that is not exactly what `encode` writes."""
+    if len(data) < HEADER_BYTES:
+        raise Truncated("shorter than a manifest header", offset=0)
+    magic, major, _minor, required, stored, raw, digest = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise NotOurs("not a manifest", offset=0)
+    if CHECKSUM.unpack_from(data, HEADER.size)[0] != envelope.digest64(data[: HEADER.size]):
+        raise ChecksumMismatch("the header does not match its checksum", offset=0)
+    if major != MAJOR:
+        raise NewerFormat(f"manifest format {major}; this reader knows {MAJOR}", offset=8)
+    if required:
+        raise NewerFormat(f"required features {required:#x} are not known", offset=12)
+    if len(data) != HEADER_BYTES + stored:
+        raise Truncated(f"{len(data)} bytes, {HEADER_BYTES + stored} declared", offset=len(data))
+    return _from_body(envelope.unseal(data[HEADER_BYTES:], raw, digest))
+
+
+def _from_body(body: dict) -> Manifest:
+    field, _column = envelope.field, envelope.column
+    shards = field(body, "shards", list)
+    if len(shards) > limits.MAX_SHARDS or not all(isinstance(s, str) for s in shards):
+        raise LimitExceeded("shards")
+    if field(body, "shard", str) not in shards:
+        raise Malformed("the shard is not among the generation's shards")
+    pools, spaces, segments = envelope.decode_pools(body), envelope.decode_spaces(body), _segments(body)
+    page_tokens = field(body, "page_tokens", int)
+    if not 1 <= page_tokens <= limits.MAX_RECORD_PAGES:
+        raise LimitExceeded(f"pages of {page_tokens} tokens")
+    nodes = _nodes(body, len(pools), len(spaces), segments)
+    identity = field(body, "identity", dict)
+    return Manifest(
+        generation=field(body, "generation", int),
+        created=float(field(body, "created", (int, float))),
+        reason=field(body, "reason", str),
+        shard=body["shard"],
+        shards=tuple(shards),
+        page_tokens=page_tokens,
+        identity=Identity(field(identity, "model", dict), field(identity, "cut", dict), field(identity, "soft", dict)),
+        pools=pools,
+        spaces=spaces,
+        segments=segments,
+        nodes=nodes,
+        tokens=field(body, "tokens", int),
+        raw_bytes=field(body, "raw_bytes", int),
+        stored_bytes=field(body, "stored_bytes", int),
+        left_out_tokens=field(body, "left_out_tokens", int),
+    )
+
+
+def _check_coverage(owner, pool, at, length, pages) -> None:
+    """Pieces of one node and pool stand in order without overlap; those of pool 0 fill the node exactly."""
+    group = owner * limits.MAX_POOLS + pool
+    if (np.diff(group) < 0).any():
+        raise Malformed("pieces are not ordered by node and pool")
+    follows = np.diff(group) == 0
+    if (at[1:] < (at + length)[:-1])[follows].any():
+        raise Malformed("pieces of a node overlap")
+    filled = np.bincount(owner[pool == 0], weights=length[pool == 0], minlength=len(pages))
+    if (filled != pages).any():
+        raise Malformed("a node is not covered by its pieces")
+
+
+def _segments(body: dict) -> tuple[SegmentRef, ...]:
+    rows = envelope.field(body, "segments", list)
+    if len(rows) > limits.MAX_SEGMENTS:
+        raise LimitExceeded(f"{len(rows)} segments")
+    for row in rows:
+        kinds = (bytes, int, bytes, int)
+        if not isinstance(row, list) or len(row) != 4 or not all(map(isinstance, row, kinds)):
+            raise Malformed("a segment is not [id, bytes, digest, records]")
+        if len(row[0]) != 16 or len(row[2]) != 16 or row[1] < 0 or row[3] < 0:
+            raise Malformed("a segment's id or digest is not 16 bytes")
+    if len({row[0] for row in rows}) != len(rows):
+        raise Malformed("a segment is named twice")
+    return tuple(SegmentRef(*row) for row in rows)
+
+
+def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]) -> tuple[Node, ...]:
+    column = envelope.column
+    parent, space = column(body, "node_parent", "<i4"), column(body, "node_space", "<u4")
+    pages = column(body, "node_pages", "<u4")
+    n = envelope.same_length(parent, space, pages)
+    names = ("node", "pool", "at", "segment", "record", "first", "pages")
+    pieces = [column(body, f"piece_{name}", "<u1" if name == "pool" else "<u4") for name in names]
+    total = envelope.same_length(*pieces)
+    if n > limits.MAX_NODES or total > limits.MAX_NODES:
+        raise LimitExceeded(f"{n} nodes, {total} pieces")
+    # Parents stand before their children, so a cycle cannot be written down.
+    if n and (parent.min() < -1 or (parent >= np.arange(n)).any() or space.max(initial=0) >= spaces or pages.min() < 1):
+        raise Malformed("a node's parent, space or length is impossible")
+    if n and (space[parent[parent >= 0]] != space[parent >= 0]).any():
+        raise Malformed("a node is of another space than its parent")
+    owner, pool, at, segment, record, first, length = (p.astype(np.int64) for p in pieces)
+    if total:
+        counts = np.array([s.records for s in segments], np.int64)
+        if (np.diff(owner) < 0).any() or owner.max() >= n or pool.max() >= pools or segment.max() >= len(segments):
+            raise Malformed("a piece names a node, pool or segment that is not there")
+        if (record >= counts[segment]).any() or length.min() < 1 or (at + length > pages[owner]).any():
+            raise Malformed("a piece lies outside its record or node")
+        if (first + length > limits.MAX_RECORD_PAGES).any():
+            raise LimitExceeded("a piece is longer than a record may be")
+        _check_coverage(owner, pool, at, length, pages)
+    if n and not total:
+        raise Malformed("nodes without pieces")
+    bounds = np.searchsorted(owner, np.arange(n + 1)).tolist()
+    rows = [
+        Piece(p, a, segments[s].id, r, f, c)
+        for p, a, s, r, f, c in zip(*(x.tolist() for x in (pool, at, segment, record, first, length)), strict=True)
+    ]
+    return tuple(
+        Node(*numbers, tuple(rows[low:high]))
+        for numbers, (low, high) in zip(
+            zip(parent.tolist(), space.tolist(), pages.tolist(), strict=True), pairwise(bounds), strict=True
+        )
+    )

@@ -1,0 +1,320 @@
+"""Segments: immutable files of records. FORMAT.md section 2 is this module in tables; a test compares the two.
+
+    header | record payloads, without gaps | index (a checked body) | trailer
+
+The index says everything about the records: token ids, page hashes, where the bytes are and how they are coded. It is
+written last and found through the trailer, so a file that was cut short is not a segment.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed, NewerFormat, NotOurs, Truncated
+from sglang_persist.format import envelope, limits
+from sglang_persist.format.codec import Codec
+from sglang_persist.model import HASH_BYTES, Pool, Space
+
+MAJOR, MINOR = 1, 0
+ID_BYTES = 16
+KEY_BYTES = 16  # of a page hash, in the index
+
+HEADER_MAGIC = b"\x89KVSEG\r\n"
+TRAILER_MAGIC = b"KVSEGEND"
+# magic, major, minor, header bytes, required features, optional features, segment id, namespace; then the checksum
+HEADER = struct.Struct("<8sHHIII16s16s")
+# magic, index offset, index stored bytes, index decoded bytes, records, reserved, index digest; then the checksum
+TRAILER = struct.Struct("<8sQQQII16s")
+CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+TRAILER_BYTES = TRAILER.size + CHECKSUM.size
+
+
+def encode_header(segment_id: bytes, namespace: bytes) -> bytes:
+    head = HEADER.pack(HEADER_MAGIC, MAJOR, MINOR, HEADER_BYTES, 0, 0, segment_id, namespace)
+    return head + CHECKSUM.pack(envelope.digest64(head))
+
+
+def decode_header(data: bytes) -> tuple[bytes, bytes]:
+    """(segment id, namespace) of the first `HEADER_BYTES` of a file."""
+    if len(data) < HEADER_BYTES:
+        raise Truncated("shorter than a segment header", offset=0)
+    magic, major, _minor, size, required, _optional, segment_id, namespace = HEADER.unpack_from(data)
+    if magic != HEADER_MAGIC:
+        raise NotOurs("not a segment", offset=0)
+    if CHECKSUM.unpack_from(data, HEADER.size)[0] != envelope.digest64(data[: HEADER.size]):
+        raise ChecksumMismatch("the header does not match its checksum", offset=0)
+    if major != MAJOR:
+        raise NewerFormat(f"segment format {major}; this reader knows {MAJOR}", offset=8)
+    if required:
+        raise NewerFormat(f"required features {required:#x} are not known", offset=16)
+    if size != HEADER_BYTES:
+        raise Malformed(f"header of {size} bytes", offset=12)
+    return segment_id, namespace
+
+
+@dataclass(frozen=True)
+class Trailer:
+    index_offset: int
+    index_bytes: int
+    index_raw_bytes: int
+    records: int
+    index_digest: bytes
+
+
+def encode_trailer(header: bytes, trailer: Trailer) -> bytes:
+    tail = TRAILER.pack(
+        TRAILER_MAGIC, trailer.index_offset, trailer.index_bytes, trailer.index_raw_bytes, trailer.records, 0,
+        trailer.index_digest,
+    )  # fmt: skip
+    return tail + CHECKSUM.pack(envelope.digest64(header, tail))
+
+
+def decode_trailer(header: bytes, data: bytes, file_bytes: int) -> Trailer:
+    at = file_bytes - TRAILER_BYTES
+    if len(data) < TRAILER_BYTES or at < HEADER_BYTES:
+        raise Truncated("the file ends before a trailer", offset=file_bytes)
+    magic, offset, stored, raw, records, reserved, digest = TRAILER.unpack_from(data)
+    if magic != TRAILER_MAGIC:
+        raise Truncated("no trailer at the end", offset=at)
+    if CHECKSUM.unpack_from(data, TRAILER.size)[0] != envelope.digest64(header, data[: TRAILER.size]):
+        raise ChecksumMismatch("the trailer does not match its checksum", offset=at)
+    if reserved or offset < HEADER_BYTES or offset + stored != at:
+        raise Malformed("the index does not stand between the records and the trailer", offset=at)
+    if records > limits.MAX_RECORDS:
+        raise LimitExceeded(f"{records} records", offset=at)
+    envelope.check_sizes(stored, raw)
+    return Trailer(offset, stored, raw, records, digest)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive buffers of a record, coded as one: `frame_bytes` of zstd, then a plane that stays as it is."""
+
+    codec: int
+    first_buffer: int
+    buffers: int
+    stored_bytes: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """What a record is about: the pages after `parent_hash` on a path, from token position `start` on."""
+
+    pool: int
+    space: Space
+    start: int
+    parent_hash: bytes
+    tokens: np.ndarray
+    hashes: bytes  # HASH_BYTES a page
+
+    @property
+    def pages(self) -> int:
+        return len(self.hashes) // HASH_BYTES
+
+
+def record_checksum(segment_id: bytes, ordinal: int, chunks: Sequence) -> int:
+    """Seeded with the record's place, so that a sound record in another place or file does not pass."""
+    seed = int.from_bytes(segment_id[:8], "little") ^ ordinal
+    return envelope.digest64(*chunks, seed=seed)
+
+
+class IndexBuilder:
+    """Collects what `SegmentIndex` will read. One call of `add` per record, in file order."""
+
+    def __init__(self, pools: tuple[Pool, ...], page_tokens: int):
+        self.pools, self.page_tokens = pools, page_tokens
+        self._spaces: dict[Space, int] = {}
+        self._rows: list[tuple] = []
+        self._parts: list[Part] = []
+        self._parents: list[bytes] = []
+        self._hashes: list[bytes] = []
+        self._tokens: list[np.ndarray] = []
+        self.records = 0
+
+    def add(self, key: RecordKey, offset: int, stored_bytes: int, checksum: int, parts: Sequence[Part]) -> int:
+        space = self._spaces.setdefault(key.space, len(self._spaces))
+        self._rows.append((key.pool, space, key.start, key.pages, offset, stored_bytes, checksum, len(parts)))
+        self._parts.extend(parts)
+        self._parents.append(key.parent_hash)
+        pages = np.frombuffer(key.hashes, np.uint8).reshape(-1, HASH_BYTES)
+        self._hashes.append(pages[:, :KEY_BYTES].tobytes())
+        self._tokens.append(key.tokens)
+        self.records += 1
+        return self.records - 1
+
+    def body(self) -> dict:
+        def numbers(values, dtype):
+            return np.array(list(values), dtype).tobytes()
+
+        columns = list(zip(*self._rows, strict=True)) or [()] * 8
+        tokens = np.concatenate(self._tokens) if self._tokens else np.empty(0, np.int64)
+        wide = bool(tokens.size) and not (tokens.min() >= -(2**31) and tokens.max() < 2**31)
+        return {
+            "pools": envelope.encode_pools(self.pools),
+            "spaces": [envelope.encode_space(s) for s in self._spaces],
+            "page_tokens": self.page_tokens,
+            "record_pool": numbers(columns[0], "<u1"),
+            "record_space": numbers(columns[1], "<u4"),
+            "record_start": numbers(columns[2], "<u4"),
+            "record_pages": numbers(columns[3], "<u4"),
+            "record_offset": numbers(columns[4], "<u8"),
+            "record_bytes": numbers(columns[5], "<u8"),
+            "record_checksum": numbers(columns[6], "<u8"),
+            "record_parts": numbers(columns[7], "<u2"),
+            "record_parent": b"".join(self._parents),
+            "part_codec": numbers((p.codec for p in self._parts), "<u1"),
+            "part_first_buffer": numbers((p.first_buffer for p in self._parts), "<u2"),
+            "part_buffers": numbers((p.buffers for p in self._parts), "<u2"),
+            "part_bytes": numbers((p.stored_bytes for p in self._parts), "<u8"),
+            "part_frame_bytes": numbers((p.frame_bytes for p in self._parts), "<u8"),
+            "page_hash": b"".join(self._hashes),
+            "token_width": 8 if wide else 4,
+            "tokens": tokens.astype("<i8" if wide else "<i4").tobytes(),
+        }
+
+
+@dataclass
+class SegmentIndex:
+    """A decoded and checked index. Columns are arrays; `first_page` and `first_token` are prefix sums over records."""
+
+    id: bytes
+    namespace: bytes
+    file_bytes: int
+    index_digest: bytes
+    pools: tuple[Pool, ...]
+    spaces: tuple[Space, ...]
+    page_tokens: int
+    pool: np.ndarray
+    space: np.ndarray
+    start: np.ndarray
+    pages: np.ndarray
+    offset: np.ndarray
+    stored: np.ndarray
+    checksum: np.ndarray
+    parent: np.ndarray  # [records, HASH_BYTES]
+    first_part: np.ndarray
+    parts: list[Part]
+    tokens: np.ndarray
+    first_page: np.ndarray
+    first_token: np.ndarray
+    page_hash: np.ndarray  # [pages, 2] u64, the first KEY_BYTES of each hash
+    #: Records whose bytes turned out to be damaged: never referred to again.
+    bad: set[int] = field(default_factory=set)
+    _sorted: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def records(self) -> int:
+        return len(self.pool)
+
+    def raw_bytes(self, record: int) -> int:
+        return self.pools[self.pool[record]].bytes(int(self.pages[record]), self.page_tokens)
+
+    def record_parts(self, record: int) -> list[Part]:
+        return self.parts[self.first_part[record] : self.first_part[record + 1]]
+
+    def page_tokens_of(self, record: int, first: int, pages: int) -> np.ndarray:
+        """Token ids of pages [first, first + pages) of a record (one more in a bigram space)."""
+        extra = self.spaces[self.space[record]].extra_tokens
+        low = int(self.first_token[record]) + first * self.page_tokens
+        return self.tokens[low : low + pages * self.page_tokens + extra]
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """For page hashes [n, 2] u64: the ordinal of a page with that hash in this segment, or -1."""
+        if self._sorted is None:
+            order = np.argsort(self.page_hash[:, 0], kind="stable").astype(np.uint32)
+            self._sorted = (self.page_hash[order, 0], order)
+        heads, order = self._sorted
+        if not len(heads) or not len(keys):
+            return np.full(len(keys), -1, np.int64)
+        at = np.minimum(np.searchsorted(heads, keys[:, 0]), len(heads) - 1)
+        page = order[at].astype(np.int64)
+        return np.where((self.page_hash[page] == keys).all(axis=1), page, -1)
+
+    def record_of(self, page: int) -> tuple[int, int]:
+        """(record, page within it) of a page ordinal."""
+        record = int(np.searchsorted(self.first_page, page, side="right")) - 1
+        return record, int(page - self.first_page[record])
+
+
+def _prefix_sum(counts: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int) -> SegmentIndex:
+    """The index of a segment, every field checked against the file's size and against the others."""
+    segment_id, namespace = decode_header(header)
+    body = envelope.unseal(stored, trailer.index_raw_bytes, trailer.index_digest)
+    column, n = envelope.column, trailer.records
+    pools, spaces = envelope.decode_pools(body), envelope.decode_spaces(body)
+    page_tokens = envelope.field(body, "page_tokens", int)
+    if not 1 <= page_tokens <= limits.MAX_RECORD_PAGES:
+        raise LimitExceeded(f"pages of {page_tokens} tokens")
+    pool, space = column(body, "record_pool", "<u1", n), column(body, "record_space", "<u4", n)
+    start, pages = column(body, "record_start", "<u4", n), column(body, "record_pages", "<u4", n)
+    offset, size = column(body, "record_offset", "<u8", n), column(body, "record_bytes", "<u8", n)
+    checksum, part_count = column(body, "record_checksum", "<u8", n), column(body, "record_parts", "<u2", n)
+    parent = column(body, "record_parent", "<u1", n * HASH_BYTES).reshape(n, HASH_BYTES)
+    if n and (pool.max() >= len(pools) or space.max() >= len(spaces)):
+        raise Malformed("a record names a pool or a space that is not there")
+    if n and (pages.min() < 1 or pages.max() > limits.MAX_RECORD_PAGES or part_count.min() < 1):
+        raise LimitExceeded("a record without pages or parts, or with too many")
+
+    # The payloads must tile the file between header and index: no holes, no overlap, in order.
+    ends = _prefix_sum(np.minimum(size, trailer.index_offset)) + HEADER_BYTES
+    if (size > trailer.index_offset).any() or (offset != ends[:-1]).any() or ends[-1] != trailer.index_offset:
+        raise Malformed("records do not fill the space between header and index")
+
+    first_part, parts = _prefix_sum(part_count), _decode_parts(body)
+    if first_part[-1] != len(parts):
+        raise Malformed("parts and records differ in number")
+    for record in range(n):
+        _check_record(parts[first_part[record] : first_part[record + 1]], pools[pool[record]], int(pages[record]),
+                      page_tokens, int(size[record]))  # fmt: skip
+
+    first_page = _prefix_sum(pages)
+    extra = np.array([s.extra_tokens for s in spaces], np.int64)[space] if n else np.empty(0, np.int64)
+    first_token = _prefix_sum(pages.astype(np.int64) * page_tokens + extra)
+    width = envelope.field(body, "token_width", int)
+    if width not in (4, 8):
+        raise Malformed(f"tokens of {width} bytes")
+    tokens = column(body, "tokens", f"<i{width}", int(first_token[-1]))
+    page_hash = column(body, "page_hash", "<u8", int(first_page[-1]) * 2).reshape(-1, 2)
+    return SegmentIndex(
+        segment_id, namespace, file_bytes, trailer.index_digest, pools, spaces, page_tokens, pool, space, start, pages,
+        offset, size, checksum, parent, first_part, parts, tokens, first_page, first_token, page_hash,
+    )  # fmt: skip
+
+
+def _decode_parts(body: dict) -> list[Part]:
+    columns = [
+        envelope.column(body, name, dtype)
+        for name, dtype in (
+            ("part_codec", "<u1"), ("part_first_buffer", "<u2"), ("part_buffers", "<u2"), ("part_bytes", "<u8"),
+            ("part_frame_bytes", "<u8"),
+        )
+    ]  # fmt: skip
+    envelope.same_length(*columns)
+    return [Part(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+def _check_record(parts: list[Part], pool: Pool, pages: int, page_tokens: int, stored_bytes: int) -> None:
+    buffer = stored = 0
+    for part in parts:
+        if part.first_buffer != buffer or part.buffers < 1 or part.frame_bytes > part.stored_bytes:
+            raise Malformed("parts of a record do not follow each other")
+        if part.codec not in Codec._value2member_map_:
+            raise NewerFormat(f"codec {part.codec} is not known")
+        buffer += part.buffers
+        stored += part.stored_bytes
+    if buffer != len(pool.buffers) or stored != stored_bytes:
+        raise Malformed("parts of a record do not cover its buffers and bytes")
+    if pool.bytes(pages, page_tokens) > limits.MAX_RECORD_BYTES:
+        raise LimitExceeded(f"a record of {pool.bytes(pages, page_tokens)} bytes")

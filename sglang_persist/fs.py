@@ -1,0 +1,213 @@
+"""Every effect on files that this package has. Nothing else opens, syncs, renames, locks or deletes.
+
+A fault-injecting file system for tests subclasses `FileSystem`. Each OSError leaves here as a StoreError that names the
+path. Directories are made 0700 and files 0600 whatever the umask: token ids and salts are user data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_persist.errors import StoreBusy, from_os_error
+
+DIR_MODE, FILE_MODE = 0o700, 0o600
+
+
+@contextlib.contextmanager
+def _place(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(error, path) from error
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    is_dir: bool
+    bytes: int
+
+
+class ReadFile:
+    """A file open for reading at any place, from any thread."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with _place(path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.bytes = os.fstat(self._fd).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, or fewer where the file ends."""
+        with _place(self.path):
+            chunks = []
+            while size:
+                chunk = os.pread(self._fd, min(size, 1 << 30), offset)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+                offset, size = offset + len(chunk), size - len(chunk)
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> ReadFile:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class NewFile:
+    """A file that did not exist before, open for appending."""
+
+    def __init__(self, path: Path):
+        self.path, self.bytes = path, 0
+        with _place(path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, FILE_MODE)
+            os.fchmod(self._fd, FILE_MODE)
+
+    def write(self, data) -> None:
+        view = memoryview(data).cast("B")
+        with _place(self.path):
+            while len(view):
+                written = os.write(self._fd, view)
+                self.bytes += written
+                view = view[written:]
+
+    def sync(self) -> None:
+        with _place(self.path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with _place(self.path):
+                os.close(fd)
+
+
+class Lock:
+    """An exclusive advisory lock on an empty file; the kernel drops it when the process is gone, however it went.
+
+    `release` removes the file. Whoever locks a file that was removed meanwhile holds nothing, so it tries again.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        while True:
+            with _place(path):
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.exists(path) and os.path.samestat(os.fstat(self._fd), os.stat(path)):
+                    return
+                os.close(self._fd)
+            except OSError as error:
+                os.close(self._fd)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise StoreBusy(f"{path}: another process writes here") from None
+                raise from_os_error(error, path) from error
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = -1
+
+
+class FileSystem:
+    """The real one."""
+
+    def make_dir(self, path: Path) -> None:
+        """`path` and its missing parents, each 0700 and each name durable before the next is made."""
+        missing = []
+        at = path
+        while not at.exists():
+            missing.append(at)
+            at = at.parent
+        for directory in reversed(missing):
+            with _place(directory):
+                try:
+                    os.mkdir(directory, DIR_MODE)
+                    os.chmod(directory, DIR_MODE)
+                except FileExistsError:
+                    continue
+            self.sync_dir(directory.parent)
+        with _place(path):
+            os.listdir(path)
+
+    def writable(self, path: Path) -> None:
+        """Raises StoreUnavailable unless files can be made in this directory."""
+        with _place(path):
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def list(self, path: Path) -> list[Entry]:
+        """What lies in a directory, by name; nothing where it does not exist. Links are never followed."""
+        entries = []
+        try:
+            with os.scandir(path) as scan:
+                for entry in scan:
+                    with contextlib.suppress(FileNotFoundError):  # gone since: another process retires it
+                        size = entry.stat(follow_symlinks=False).st_size
+                        entries.append(Entry(entry.name, entry.is_dir(follow_symlinks=False), size))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise from_os_error(error, path) from error
+        return sorted(entries, key=lambda e: e.name)
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def open(self, path: Path) -> ReadFile:
+        return ReadFile(path)
+
+    def create(self, path: Path) -> NewFile:
+        return NewFile(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with _place(target):
+            os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file; one that is gone already is no error."""
+        with _place(path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_dir(self, path: Path) -> None:
+        """Deletes a directory if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+    def sync_dir(self, path: Path) -> None:
+        with _place(path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def lock(self, path: Path) -> Lock:
+        """Raises StoreBusy when another process holds it."""
+        return Lock(path)
+
+    def space(self, path: Path) -> tuple[int, int]:
+        """(bytes that are free for us, bytes in all) of the file system that holds `path`."""
+        with _place(path):
+            stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+
+
+REAL = FileSystem()

@@ -1,0 +1,373 @@
+"""Decisions, without effects: what a snapshot must write, what a restore can take, what a store no longer needs.
+
+Save.  Nodes seen before are known by id (an id survives a split as the lower half, so the end stays and the start can
+only move up). Of others the page hashes are looked up among the stored ones; runs of pages that are not stored become
+records, packed along a path across node boundaries, so that many short nodes of one path share a record.
+
+Restore.  Newest paths first until the capacity is used up, parents before children; executed oldest first, because
+insertion order is what the engine's eviction order will be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_persist.format.segment import KEY_BYTES, RecordKey, SegmentIndex
+from sglang_persist.model import HASH_BYTES, Manifest, Node, Piece, Space
+
+NO_PARENT = bytes(HASH_BYTES)
+
+
+class TreeNode(NamedTuple):
+    """A node of the live tree: positions [start, end) of its path; `parent` is an index into the same list or -1."""
+
+    id: int
+    parent: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """What identifies a live node's KV. `tokens` has one id more than positions in a bigram space."""
+
+    space: Space
+    tokens: np.ndarray
+    hashes: bytes
+    parent_hash: bytes
+
+
+class Known(NamedTuple):
+    """A node whose KV the store holds, by positions and pieces."""
+
+    start: int
+    end: int
+    space: Space
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class Source:
+    """A run of pages of one live node, as part of a record."""
+
+    node: int
+    first: int
+    pages: int
+
+
+@dataclass
+class RecordPlan:
+    key: RecordKey
+    sources: list[Source]
+
+
+@dataclass
+class SavePlan:
+    page_tokens: int
+    nodes: list[TreeNode]
+    #: Of each node: its space and what is stored already; None where the node vanished while it was planned.
+    stored: list[tuple[Space, list[Piece]] | None]
+    records: list[RecordPlan]
+
+    @property
+    def new_pages(self) -> int:
+        return sum(r.key.pages for r in self.records)
+
+
+@dataclass
+class _Run:
+    """A record in the making."""
+
+    space: Space
+    start: int
+    parent_hash: bytes
+    sources: list[Source]
+    tokens: list[np.ndarray]
+    hashes: list[bytes]
+    pages: int = 0
+
+    def add(self, source: Source, tokens: np.ndarray, hashes: bytes) -> None:
+        # Neighbouring bigram runs share their boundary token.
+        self.tokens.append(tokens[self.space.extra_tokens :] if self.tokens else tokens)
+        self.sources.append(source)
+        self.hashes.append(hashes)
+        self.pages += source.pages
+
+    def plan(self) -> RecordPlan:
+        key = RecordKey(0, self.space, self.start, self.parent_hash, np.concatenate(self.tokens), b"".join(self.hashes))
+        return RecordPlan(key, self.sources)
+
+
+def plan_save(
+    nodes: Sequence[TreeNode],
+    content: Callable[[int], Content | None],
+    known: Mapping[int, Known],
+    segments: Mapping[bytes, SegmentIndex],
+    page_tokens: int,
+    record_pages: int,
+) -> SavePlan:
+    """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to."""
+    plan = SavePlan(page_tokens, list(nodes), [], [])
+    run: _Run | None = None
+    for i, node in enumerate(nodes):
+        before = known.get(node.id)
+        if node.parent >= 0 and plan.stored[node.parent] is None:
+            plan.stored.append(None)
+        elif before and before.end == node.end and before.start <= node.start:
+            skip, pages = (node.start - before.start) // page_tokens, (node.end - node.start) // page_tokens
+            cut = [c for p in before.pieces if (c := p.cut(skip, skip + pages))]
+            plan.stored.append((before.space, cut))
+        elif (found := content(node.id)) is None:
+            plan.stored.append(None)
+        else:
+            pieces = find_pieces(found, node.start, segments, page_tokens)
+            plan.stored.append((found.space, pieces))
+            run = _pack(plan, run, i, node, found, pieces, record_pages)
+    if run:
+        plan.records.append(run.plan())
+    return plan
+
+
+def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Content, pieces: list[Piece],
+          record_pages: int) -> _Run | None:  # fmt: skip
+    """Add the pages of a node that no piece covers to the open run, closing runs that are full or end elsewhere."""
+    page, extra = plan.page_tokens, content.space.extra_tokens
+    total = len(content.hashes) // HASH_BYTES
+    for low, high in _gaps(pieces, total):
+        while low < high:
+            if run and not (run.pages < record_pages and _continues(plan, run, i, low)):
+                plan.records.append(run.plan())
+                run = None
+            if run is None:
+                parent = content.hashes[(low - 1) * HASH_BYTES : low * HASH_BYTES] if low else content.parent_hash
+                run = _Run(content.space, node.start + low * page, parent, [], [], [])
+            count = min(high - low, record_pages - run.pages)
+            tokens = content.tokens[low * page : (low + count) * page + extra]
+            run.add(Source(i, low, count), tokens, content.hashes[low * HASH_BYTES : (low + count) * HASH_BYTES])
+            low += count
+    return run
+
+
+def _gaps(pieces: list[Piece], total: int) -> Iterable[tuple[int, int]]:
+    at = 0
+    for piece in pieces:
+        if piece.at > at:
+            yield at, piece.at
+        at = piece.at + piece.pages
+    if at < total:
+        yield at, total
+
+
+def _continues(plan: SavePlan, run: _Run, i: int, low: int) -> bool:
+    """Whether page `low` of node `i` directly follows the run's last page on the same path."""
+    last = run.sources[-1]
+    end = last.first + last.pages
+    if last.node == i:
+        return end == low
+    parent = plan.nodes[last.node]
+    return low == 0 and plan.nodes[i].parent == last.node and end == (parent.end - parent.start) // plan.page_tokens
+
+
+def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIndex], page_tokens: int) -> list[Piece]:
+    """The stored pages of a node, as pieces in order. A hash finds a page; its token ids and position decide."""
+    pages = len(content.hashes) // HASH_BYTES
+    keys = np.frombuffer(content.hashes, np.uint8).reshape(pages, HASH_BYTES)[:, :KEY_BYTES].copy().view("<u8")
+    pieces: list[Piece] = []
+    free = np.ones(pages, bool)
+    for index in segments.values():
+        if not free.any():
+            break
+        found = index.find(keys)
+        at = 0
+        while at < pages:
+            if found[at] < 0 or not free[at]:
+                at += 1
+                continue
+            record, first = index.record_of(int(found[at]))
+            length = 1
+            limit = min(pages - at, int(index.pages[record]) - first)
+            while length < limit and free[at + length] and found[at + length] == found[at] + length:
+                length += 1
+            if record not in index.bad and _same(content, start, at, length, index, record, first, page_tokens):
+                pieces.append(Piece(0, at, index.id, record, first, length))
+                free[at : at + length] = False
+            at += length
+    return sorted(pieces, key=lambda p: p.at)
+
+
+def _same(content: Content, start: int, at: int, pages: int, index: SegmentIndex, record: int, first: int,
+          page_tokens: int) -> bool:  # fmt: skip
+    extra = content.space.extra_tokens
+    tokens = content.tokens[at * page_tokens : (at + pages) * page_tokens + extra]
+    return (
+        index.page_tokens == page_tokens
+        and index.spaces[index.space[record]] == content.space
+        and int(index.start[record]) + first * page_tokens == start + at * page_tokens
+        and np.array_equal(tokens, index.page_tokens_of(record, first, pages))
+    )
+
+
+@dataclass
+class Settled:
+    """A plan after its records were written: the nodes that are whole, and what to remember of them."""
+
+    nodes: list[Node]
+    spaces: list[Space]
+    known: dict[int, Known]
+    tokens: int
+    left_out_tokens: int
+
+
+def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
+    """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
+    the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed."""
+    written: dict[int, list[Piece]] = {}
+    for record, (segment, ordinal, pages) in zip(plan.records, placed, strict=False):
+        first = 0
+        for source in record.sources:
+            count = min(source.pages, pages - first)
+            if count > 0:
+                piece = Piece(0, source.first, segment, ordinal, first, count)
+                written.setdefault(source.node, []).append(piece)
+            first += source.pages
+    out = Settled([], [], {}, 0, 0)
+    index: dict[int, int] = {}
+    spaces: dict[Space, int] = {}
+    for i, node in enumerate(plan.nodes):
+        entry = plan.stored[i]
+        pages = (node.end - node.start) // plan.page_tokens
+        pieces = sorted([*entry[1], *written.get(i, ())], key=lambda p: p.at) if entry else []
+        if sum(p.pages for p in pieces) != pages or (node.parent >= 0 and node.parent not in index):
+            out.left_out_tokens += node.end - node.start
+            continue
+        index[i] = len(out.nodes)
+        space = spaces.setdefault(entry[0], len(spaces))
+        out.nodes.append(Node(index.get(node.parent, -1), space, pages, tuple(pieces)))
+        out.known[node.id] = Known(node.start, node.end, entry[0], tuple(pieces))
+        out.tokens += node.end - node.start
+    out.spaces = list(spaces)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- restore
+
+
+@dataclass
+class Resolved:
+    """A stored tree whose pieces were checked against the segments that are there."""
+
+    manifest: Manifest
+    start: list[int]  # first position of each node
+    refused: Counter = field(default_factory=Counter)  # nodes, by reason
+    sound: list[bool] = field(default_factory=list)
+
+
+def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
+    """Check that every node's pieces are records of its own path: space, position and the hash chain all agree.
+
+    A node that fails, or stands below one that does, is refused; its siblings are not concerned.
+    """
+    out = Resolved(m, [], Counter(), [])
+    last_key: list[bytes] = []
+    for node in m.nodes:
+        parent = node.parent
+        start = 0 if parent < 0 else out.start[parent] + m.nodes[parent].pages * m.page_tokens
+        out.start.append(start)
+        key = NO_PARENT[:KEY_BYTES] if parent < 0 else last_key[parent]
+        if parent >= 0 and not out.sound[parent]:
+            reason = "parent_refused"
+        else:
+            reason, key = _chain(m, node, start, key, segments)
+        last_key.append(key)
+        out.sound.append(reason is None)
+        if reason:
+            out.refused[reason] += 1
+    return out
+
+
+def _chain(m: Manifest, node: Node, start: int, key: bytes, segments: Mapping[bytes, SegmentIndex]):
+    """(None, hash key of the node's last page), or (reason, b"")."""
+    for piece in node.pieces:
+        if piece.pool != 0:
+            continue
+        index = segments.get(piece.segment)
+        if index is None:
+            return "damaged", b""
+        record, first = piece.record, piece.first
+        if record >= index.records or first + piece.pages > index.pages[record] or record in index.bad:
+            return "damaged", b""
+        page = int(index.first_page[record]) + first
+        before = index.page_hash[page - 1].tobytes() if first else index.parent[record, :KEY_BYTES].tobytes()
+        if (
+            index.page_tokens != m.page_tokens
+            or index.pools != m.pools
+            or index.spaces[index.space[record]] != m.spaces[node.space]
+            or int(index.start[record]) + first * m.page_tokens != start + piece.at * m.page_tokens
+            or before != key
+        ):
+            return "damaged", b""
+        key = index.page_hash[page + piece.pages - 1].tobytes()
+    return None, key
+
+
+def node_tokens(m: Manifest, node: Node, segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
+    """A node's token ids (one more than positions in a bigram space)."""
+    extra = m.spaces[node.space].extra_tokens
+    runs = [segments[p.segment].page_tokens_of(p.record, p.first, p.pages) for p in node.pieces if p.pool == 0]
+    return np.concatenate([runs[0], *(r[extra:] for r in runs[1:])])
+
+
+class Use(NamedTuple):
+    """Pages [first, first + pages) of a record belong to page `at` and following of node `node`."""
+
+    node: int
+    at: int
+    first: int
+    pages: int
+
+
+@dataclass
+class LoadPlan:
+    nodes: list[int]  # in the order of insertion: oldest path first
+    pages: int
+    records: list[tuple[bytes, int, list[Use]]]  # in the order of reading: newest path first
+    refused: Counter
+
+
+def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -> LoadPlan:
+    """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`."""
+    m, refused = resolved.manifest, Counter(resolved.refused)
+    chosen = [False] * len(m.nodes)
+    wanted: list[int] = []
+    used = 0
+    children = Counter(n.parent for n in m.nodes)
+    short = set()
+    for leaf in range(len(m.nodes) - 1, -1, -1):
+        if children[leaf]:
+            continue
+        path, at = [], leaf
+        while at >= 0 and not chosen[at]:
+            path.append(at)
+            at = m.nodes[at].parent
+        if resolved.start[leaf] + m.nodes[leaf].pages * m.page_tokens < min_tokens:
+            short.update(path)
+            continue
+        for node in reversed(path):
+            if not resolved.sound[node] or used + m.nodes[node].pages > capacity_pages:
+                break
+            chosen[node] = True
+            used += m.nodes[node].pages
+            wanted.append(node)
+    for i in range(len(m.nodes)):
+        if resolved.sound[i] and not chosen[i]:
+            refused["too_short" if i in short else "no_capacity"] += 1
+    records: dict[tuple[bytes, int], list[Use]] = {}
+    for i in wanted:
+        for p in m.nodes[i].pieces:
+            records.setdefault((p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
+    return LoadPlan([i for i in range(len(m.nodes)) if chosen[i]], used, [(*k, u) for k, u in records.items()], refused)

@@ -1,0 +1,58 @@
+"""What the flow needs of an engine. `engine/` implements these; tests may, too.
+
+All calls come from the scheduler's thread, between two iterations of its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sglang_persist.model import Pool, Space
+from sglang_persist.plan import Content, TreeNode
+
+
+class Tree(Protocol):
+    """The live radix tree."""
+
+    page_tokens: int
+
+    def nodes(self) -> list[TreeNode]:
+        """Every node with KV on the device, parents before children, the path that is evicted first before others."""
+
+    def content(self, node_id: int) -> Content | None:
+        """Token ids and page hashes of a node; None once it is gone."""
+
+    def slots(self, node: TreeNode, start: int, end: int):
+        """Slots of positions [start, end) of the path that ends with this node; None once it is gone.
+
+        Right also after a split: the id stays with the lower half, whose path still holds the positions asked for.
+        """
+
+    def insert(self, space: Space, tokens: np.ndarray, slots, matched: int) -> int | None:
+        """Insert a path whose first `matched` positions are there already. Returns the id of its last node.
+
+        `slots` covers the whole path. None: the tree did not take it, and its new slots are still the caller's.
+        """
+
+
+class Pages(Protocol):
+    """The KV pools and their allocator."""
+
+    pools: tuple[Pool, ...]
+
+    def gather(self, pool: int, slots: Sequence) -> np.ndarray:
+        """KV bytes of these runs of slots, buffer after buffer, in memory that nobody writes to any more."""
+
+    def capacity(self) -> int:
+        """Tokens that a restore may take."""
+
+    def allocate(self, tokens: int):
+        """Slots for so many tokens, or None."""
+
+    def free(self, slots) -> None: ...
+
+    def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
+        """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""

@@ -1,0 +1,167 @@
+"""The save story: one snapshot, from the live tree to a committed generation.
+
+decide   plan_save: which nodes, which of their pages the store has, which records to write
+move     a record at a time: gather on the scheduler's thread; encode, checksum and write behind a bounded queue
+settle   the nodes that are whole, prefix-closed
+commit   segments durable, then the manifest: its rename is the moment from which the generation counts
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sglang_persist.format.segment import RecordKey
+from sglang_persist.model import HASH_BYTES, Identity, Manifest, SegmentRef
+from sglang_persist.plan import RecordPlan, Settled, plan_save, settle
+from sglang_persist.ports import Pages, Tree
+from sglang_persist.store.home import Home
+from sglang_persist.store.writer import SegmentWriter, commit
+
+#: What a step waits for: called with a timeout in seconds. None: the step did work of its own.
+Waiting = Callable[[float], object] | None
+
+#: A record is at most this long and, above 64 tokens, at most this large before coding.
+RECORD_TOKENS, MIN_RECORD_TOKENS, RECORD_BYTES = 256, 64, 8 << 20
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One snapshot to take. `deadline` is on the monotonic clock: past it, what is written by then is committed."""
+
+    generation: int
+    reason: str
+    shards: tuple[str, ...]
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    generation: int
+    tokens: int
+    new_tokens: int
+    new_bytes: int
+    seconds: float
+    left_out_tokens: int
+
+
+def record_pages(pages: Pages, page_tokens: int) -> int:
+    token_bytes = max(1, pages.pools[0].bytes(1, page_tokens) // page_tokens)
+    tokens = max(MIN_RECORD_TOKENS, min(RECORD_TOKENS, RECORD_BYTES // token_bytes))
+    return max(1, tokens // page_tokens)
+
+
+def save(
+    tree: Tree, pages: Pages, home: Home, identity: Identity, request: SaveRequest, settings
+) -> Generator[Waiting, None, SaveResult]:
+    """Take a snapshot, as a generator of bounded slices on the scheduler's thread.
+
+    Yields None after a slice of work, and something to wait for when only other threads have work left. Returns a
+    SaveResult. Closing it early leaves the store as it was. Raises StoreError and FormatError.
+    """
+    began = time.monotonic()
+    yield from _finish(_in_thread(home.become_writer))
+    nodes = tree.nodes()
+    plan = plan_save(
+        nodes, tree.content, home.known, home.segments, tree.page_tokens, record_pages(pages, tree.page_tokens)
+    )
+    if not nodes or (not plan.records and home.is_current(plan)):
+        # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
+        tokens = home.manifest.tokens if home.manifest else 0
+        return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, 0)
+    yield None
+
+    writer = SegmentWriter(
+        home.fs, home.path, home.namespace, pages.pools, tree.page_tokens, settings.compression, settings.threads
+    )
+    try:
+        kept: list[int] = []
+        for record in plan.records:
+            while not writer.ready():
+                yield writer.ready
+            if request.deadline and time.monotonic() > request.deadline:
+                break
+            count, raw = _gather(tree, pages, plan.nodes, record)
+            kept.append(count)
+            if count:
+                writer.submit(_first_pages(record.key, count, tree.page_tokens), raw)
+            yield None
+        yield from _finish(writer.seal())
+
+        places = iter(writer.placed)
+        settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
+        manifest, new_bytes = yield from _finish(
+            _in_thread(lambda: _commit(home, writer, settled, pages, tree.page_tokens, identity, request))
+        )
+    finally:
+        writer.abort()
+    home.adopt(manifest, settled.known, writer.indexes)
+    new_tokens = sum(kept) * tree.page_tokens
+    seconds = time.monotonic() - began
+    return SaveResult(request.generation, settled.tokens, new_tokens, new_bytes, seconds, settled.left_out_tokens)
+
+
+def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, np.ndarray | None]:
+    """The record's KV as far as its nodes are still there: (pages, bytes)."""
+    runs, count = [], 0
+    for source in record.sources:
+        node = nodes[source.node]
+        start = node.start + source.first * tree.page_tokens
+        slots = tree.slots(node, start, start + source.pages * tree.page_tokens)
+        if slots is None:  # evicted since it was planned, so everything below it is gone as well
+            break
+        runs.append(slots)
+        count += source.pages
+    return count, pages.gather(record.key.pool, runs) if runs else None
+
+
+def _first_pages(key: RecordKey, count: int, page_tokens: int) -> RecordKey:
+    if count == key.pages:
+        return key
+    tokens = key.tokens[: count * page_tokens + key.space.extra_tokens]
+    return replace(key, tokens=tokens, hashes=key.hashes[: count * HASH_BYTES])
+
+
+def _commit(home: Home, writer: SegmentWriter, settled: Settled, pages: Pages, page_tokens: int, identity: Identity,
+            request: SaveRequest) -> tuple[Manifest, int]:  # fmt: skip
+    segments = {**home.segments, **{i.id: i for i in writer.indexes}}
+    used = {(p.segment, p.record) for node in settled.nodes for p in node.pieces}
+    named = [segments[s] for s in dict.fromkeys(p[0] for p in sorted(used))]
+    manifest = Manifest(
+        generation=request.generation,
+        created=time.time(),
+        reason=request.reason,
+        shard=home.path.name,
+        shards=request.shards,
+        page_tokens=page_tokens,
+        identity=identity,
+        pools=pages.pools,
+        spaces=tuple(settled.spaces),
+        segments=tuple(SegmentRef(i.id, i.file_bytes, i.index_digest, i.records) for i in named),
+        nodes=tuple(settled.nodes),
+        tokens=settled.tokens,
+        raw_bytes=sum(n.pages for n in settled.nodes) * pages.pools[0].bytes(1, page_tokens),
+        stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
+        left_out_tokens=settled.left_out_tokens,
+    )
+    new_bytes = commit(home.fs, home.path, manifest) + sum(i.file_bytes for i in writer.indexes)
+    home.retire()
+    return manifest, new_bytes
+
+
+def _finish(future: Future) -> Generator[Waiting, None, object]:
+    """Let the scheduler go on until another thread is done; returns or raises what it did."""
+    while not future.done():
+        yield lambda timeout: wait([future], timeout)
+    return future.result()
+
+
+def _in_thread(work) -> Future:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="persist-commit")
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future

@@ -1,0 +1,1 @@
+"""Files of a store: read, written, checked and pruned, all through `fs`."""

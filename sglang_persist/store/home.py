@@ -1,0 +1,108 @@
+"""One rank's place in the store while the server runs: what is stored, what is known of the tree, who may write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_persist.errors import FormatError, StoreError
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.fs import FileSystem, Lock
+from sglang_persist.model import Identity, Manifest
+from sglang_persist.plan import Known, SavePlan
+from sglang_persist.store import names, prune, shard
+from sglang_persist.store.shard import Segment
+
+KEEP = 2
+
+
+class Home:
+    """Used from the scheduler's thread, except `retire` (the committing thread; it touches files only)."""
+
+    def __init__(self, fs: FileSystem, root: Path, identity: Identity, shard_name: str):
+        self.fs, self.root, self.identity = fs, root, identity
+        self.path = root / names.model_dir(identity) / names.cut_dir(identity) / shard_name
+        self.namespace = names.namespace_id(identity)
+        self.manifest: Manifest | None = None
+        self.segments: dict[bytes, SegmentIndex] = {}
+        self.known: dict[int, Known] = {}
+        self._lock: Lock | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.manifest.generation if self.manifest else 0
+
+    def find(self) -> list[Exception]:
+        """Choose the newest complete generation that verifies; returns why newer ones were passed over."""
+        self.manifest, passed = shard.newest(self.fs, self.path)
+        return passed
+
+    def next_generation(self) -> int:
+        """Above every generation that has a file here, readable or not: a name is never used twice."""
+        return max([self.generation, *shard.generations(self.fs, self.path)]) + 1
+
+    def become_writer(self) -> None:
+        """Make the directory, take the lock, know all stored segments. Raises StoreBusy, StoreUnavailable."""
+        if self._lock is not None:
+            return
+        self.fs.make_dir(self.path)
+        self.fs.writable(self.path)
+        self._lock = self.fs.lock(self.path / names.LOCK)
+        newest, _ = shard.newest(self.fs, self.path)
+        if newest and newest.generation != self.generation:
+            # Another writer was here since we looked: build on what it wrote.
+            self.manifest, self.segments, self.known = newest, {}, {}
+        for segment in self.open_segments([]).values():
+            segment.close()
+        self.sweep()
+
+    def open_segments(self, errors: list[str]) -> dict[bytes, Segment]:
+        """Open every segment of the chosen generation and learn its index; what cannot be opened is in `errors`."""
+        opened: dict[bytes, Segment] = {}
+        for ref in self.manifest.segments if self.manifest else ():
+            try:
+                found = shard.open_segment(self.fs, self.path, ref.id, ref)
+            except (FormatError, StoreError) as error:
+                errors.append(str(error))
+                continue
+            found.index.bad |= self.segments[ref.id].bad if ref.id in self.segments else set()
+            opened[ref.id] = found
+            self.segments[ref.id] = found.index
+        return opened
+
+    def is_current(self, plan: SavePlan) -> bool:
+        """Whether the newest generation already says exactly what this plan, which writes no record, would say."""
+        m = self.manifest
+        if m is None or len(m.nodes) != len(plan.nodes):
+            return False
+        return all(
+            entry is not None
+            and node.parent == live.parent
+            and m.spaces[node.space] == entry[0]
+            and list(node.pieces) == entry[1]
+            for node, live, entry in zip(m.nodes, plan.nodes, plan.stored, strict=True)
+        )
+
+    def adopt(self, m: Manifest, known: Mapping[int, Known], written: list[SegmentIndex]) -> None:
+        """A generation was committed: it is what the next snapshot builds on."""
+        everything = {**self.segments, **{i.id: i for i in written}}
+        self.manifest, self.known = m, dict(known)
+        self.segments = {ref.id: everything[ref.id] for ref in m.segments}
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left, as only the holder of the lock may."""
+        prune.execute(self.fs, prune.plan_leftovers(self.fs, self.path))
+
+    def retire(self) -> None:
+        """Remove generations beyond the newest complete ones, then segments that none of those kept names."""
+        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, KEEP))
+
+    def drop(self) -> None:
+        """Remove everything that is stored here."""
+        self.manifest, self.segments, self.known = None, {}, {}
+        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

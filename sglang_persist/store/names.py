@@ -1,0 +1,82 @@
+"""The names below a store's root. FORMAT.md section 1. No name is ever taken from inside a file.
+
+<root>/<architecture>-<16 hex of the model digest>/<16 hex of the cut digest>/<shard>/
+    gen-<generation>.kvm   seg-<segment id>.kvs   tmp-*   LOCK
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from sglang_persist.model import Identity
+
+MODEL = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{16}")
+CUT = re.compile(r"[0-9a-f]{16}")
+SHARD = re.compile(r"dp\d+(?:-[a-z]+\d+)+")
+MANIFEST = re.compile(r"gen-(\d{10})\.kvm")
+SEGMENT = re.compile(r"seg-([0-9a-f]{32})\.kvs")
+TEMPORARY = re.compile(r"tmp-.+")
+LOCK = "LOCK"
+
+
+def digest(fields: dict) -> bytes:
+    """SHA-256 of the fields as JSON with sorted keys and no spaces."""
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def namespace_id(identity: Identity) -> bytes:
+    """The 16 bytes that every segment header carries."""
+    return hashlib.sha256(digest(identity.model) + digest(identity.cut)).digest()[:16]
+
+
+def model_dir(identity: Identity) -> str:
+    """The architecture makes the name readable; it is part of the digest, so it never makes two names for one model."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", str(identity.model.get("architecture", "model")))[:64] or "model"
+    return f"{slug}-{digest(identity.model).hex()[:16]}"
+
+
+def cut_dir(identity: Identity) -> str:
+    return digest(identity.cut).hex()[:16]
+
+
+def namespace(identity: Identity) -> str:
+    return f"{model_dir(identity)}/{cut_dir(identity)}"
+
+
+def manifest(generation: int) -> str:
+    return f"gen-{generation:010d}.kvm"
+
+
+def segment(segment_id: bytes) -> str:
+    return f"seg-{segment_id.hex()}.kvs"
+
+
+def generation_of(name: str) -> int | None:
+    match = MANIFEST.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def segment_of(name: str) -> bytes | None:
+    match = SEGMENT.fullmatch(name)
+    return bytes.fromhex(match[1]) if match else None
+
+
+def replica(shard: str) -> str:
+    """The DP replica that a shard's name begins with."""
+    return shard.split("-", 1)[0]
+
+
+def shard_dirs(fs, root: Path) -> list[Path]:
+    """Every <model>/<cut>/<shard> directory below a root. Other names are left alone."""
+    found = []
+    for model in fs.list(root):
+        if model.is_dir and MODEL.fullmatch(model.name):
+            for cut in fs.list(root / model.name):
+                if cut.is_dir and CUT.fullmatch(cut.name):
+                    at = root / model.name / cut.name
+                    found += [at / s.name for s in fs.list(at) if s.is_dir and SHARD.fullmatch(s.name)]
+    return found

@@ -1,0 +1,157 @@
+"""What may go: chosen first, then deleted, manifests before the segments they name.
+
+A generation goes as a whole, on all its ranks. A file that cannot be read, or deleted, is reported and kept, and holds
+up nothing else. Where a server writes (its lock is held) its newest generation and whatever it may be about to name
+stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_persist.errors import FormatError, StoreBusy, StoreError
+from sglang_persist.fs import FileSystem, Lock
+from sglang_persist.model import Manifest
+from sglang_persist.store import names, shard
+
+
+@dataclass
+class PrunePlan:
+    """Files to delete, in this order; `kept` says what could not be judged."""
+
+    manifests: list[Path] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    bytes: dict[Path, int] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(self.bytes[p] for p in [*self.manifests, *self.files])
+
+
+@dataclass
+class _Shard:
+    path: Path
+    busy: bool
+    sizes: dict[str, int]
+    manifests: dict[int, Manifest]
+    unreadable: list[str]
+
+    def drop(self, generations: Iterable[int], plan: PrunePlan, leftovers: bool) -> None:
+        """Add to the plan: these generations' manifests, and the segments that only they name."""
+        going = {g for g in generations if g in self.manifests}
+        kept = {ref.id for g, m in self.manifests.items() if g not in going for ref in m.segments}
+        named = {ref.id for g in going for ref in self.manifests[g].segments}
+        for generation in sorted(going):
+            plan.manifests.append(self.path / names.manifest(generation))
+        for name in self.sizes:
+            segment = names.segment_of(name)
+            unnamed = segment is not None and segment not in kept and (segment in named or leftovers)
+            if unnamed or (leftovers and names.TEMPORARY.fullmatch(name)):
+                plan.files.append(self.path / name)
+        plan.kept += self.unreadable
+        plan.bytes.update({self.path / n: size for n, size in self.sizes.items()})
+
+
+def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
+    found = _Shard(path, busy, {e.name: e.bytes for e in fs.list(path) if not e.is_dir}, {}, [])
+    for generation in shard.generations(fs, path):
+        try:
+            found.manifests[generation] = shard.load_manifest(fs, path, generation)
+        except (FormatError, StoreError) as error:
+            found.unreadable.append(str(error))
+    return found
+
+
+def _surplus(fs: FileSystem, one: _Shard, keep: int) -> list[int]:
+    """Generations older than the `keep` newest complete ones."""
+    if keep == 0:
+        return list(one.manifests)
+    complete = 0
+    for generation in sorted(one.manifests, reverse=True):
+        complete += shard.is_complete(fs, one.path, one.manifests[generation])
+        if complete >= keep:
+            return [g for g in one.manifests if g < generation]
+    return []
+
+
+def plan_shard(fs: FileSystem, path: Path, keep: int) -> PrunePlan:
+    """What the writer of a shard (the holder of its lock) retires after a commit."""
+    plan = PrunePlan()
+    one = _read(fs, path, busy=False)
+    one.drop(_surplus(fs, one, keep), plan, leftovers=True)
+    return plan
+
+
+def plan_leftovers(fs: FileSystem, path: Path) -> PrunePlan:
+    """Temporary files and segments that no manifest names, for the holder of the lock."""
+    plan = PrunePlan()
+    _read(fs, path, busy=False).drop((), plan, leftovers=True)
+    return plan
+
+
+def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = None) -> tuple[PrunePlan, list[Lock]]:
+    """Keep the newest complete generations of every shard; beyond that, oldest first until `max_bytes` are left.
+
+    Returns the locks of all shards that no server holds, to be released once the plan was executed.
+    """
+    locks: list[Lock] = []
+    shards = [_read(fs, path, _busy(fs, path, locks)) for path in names.shard_dirs(fs, root)]
+    going = {s.path: set(_surplus(fs, s, keep)) for s in shards}
+
+    def build() -> PrunePlan:
+        plan = PrunePlan()
+        for s in shards:
+            s.drop(going[s.path], plan, leftovers=not s.busy)
+        return plan
+
+    plan = build()
+    if max_bytes is None:
+        return plan, locks
+    total = sum(sum(s.sizes.values()) for s in shards)
+    order = sorted(
+        {(m.created, s.path.parent, g) for s in shards for g, m in s.manifests.items() if not _current(s, g)},
+        key=lambda entry: (entry[0], str(entry[1]), entry[2]),
+    )
+    for _, cut, generation in order:
+        if total - plan.freed_bytes <= max_bytes:
+            break
+        for s in shards:
+            if s.path.parent == cut and generation in s.manifests and not _current(s, generation):
+                going[s.path].add(generation)
+        plan = build()
+    return plan, locks
+
+
+def _current(s: _Shard, generation: int) -> bool:
+    return s.busy and generation == max(s.manifests)
+
+
+def _busy(fs: FileSystem, path: Path, locks: list[Lock]) -> bool:
+    try:
+        locks.append(fs.lock(path / names.LOCK))
+    except StoreBusy:
+        return True
+    return False
+
+
+def execute(fs: FileSystem, plan: PrunePlan) -> tuple[list[Path], list[str]]:
+    """Delete what the plan names: (deleted, why others were not)."""
+    deleted: list[Path] = []
+    errors: list[str] = []
+    for batch in (plan.manifests, plan.files):
+        for path in batch:
+            try:
+                fs.remove(path)
+            except StoreError as error:
+                errors.append(str(error))
+            else:
+                deleted.append(path)
+        for directory in {p.parent for p in batch}:
+            try:
+                fs.sync_dir(directory)
+            except StoreError as error:
+                errors.append(str(error))
+    return deleted, errors

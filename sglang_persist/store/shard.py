@@ -1,0 +1,131 @@
+"""One rank's files: its generations, its segments and their records, as a reader sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sglang_persist.errors import ChecksumMismatch, FormatError, Malformed, StoreError, Truncated
+from sglang_persist.format import codec, limits, manifest, segment
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.fs import FileSystem, ReadFile
+from sglang_persist.model import Manifest, SegmentRef
+from sglang_persist.store import names
+
+
+def generations(fs: FileSystem, path: Path) -> list[int]:
+    """The generations whose manifests lie in a shard's directory, newest first."""
+    found = (names.generation_of(entry.name) for entry in fs.list(path) if not entry.is_dir)
+    return sorted((g for g in found if g is not None), reverse=True)
+
+
+def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
+    """Raises FormatError or StoreError, with the path in it."""
+    place = path / names.manifest(generation)
+    with fs.open(place) as file:
+        if file.bytes > limits.MAX_INDEX_BYTES:
+            raise Truncated(f"a manifest of {file.bytes} bytes", place)
+        data = file.read(0, file.bytes)
+    try:
+        found = manifest.decode(data)
+        if found.generation != generation or found.shard != path.name:
+            raise Malformed(f"holds generation {found.generation} of {found.shard}")
+    except FormatError as error:
+        raise error.at(place) from None
+    return found
+
+
+def is_complete(fs: FileSystem, path: Path, m: Manifest) -> bool:
+    """Whether every rank of the generation has committed its part."""
+    for shard in m.shards:
+        if shard == m.shard:
+            continue
+        if not names.SHARD.fullmatch(shard):
+            return False
+        try:
+            other = load_manifest(fs, path.parent / shard, m.generation)
+        except (FormatError, StoreError):
+            return False
+        if other.shards != m.shards:
+            return False
+    return True
+
+
+def newest(fs: FileSystem, path: Path) -> tuple[Manifest | None, list[Exception]]:
+    """The newest generation that verifies and is complete, and why newer ones were passed over."""
+    passed: list[Exception] = []
+    for generation in generations(fs, path):
+        try:
+            found = load_manifest(fs, path, generation)
+        except (FormatError, StoreError) as error:
+            passed.append(error)
+            continue
+        if is_complete(fs, path, found):
+            return found, passed
+        passed.append(Malformed("not every rank has this generation", path / names.manifest(generation)))
+    return None, passed
+
+
+class Segment:
+    """An open segment. Reading a record checks its bytes; `index` was checked when it was opened."""
+
+    def __init__(self, file: ReadFile, index: SegmentIndex):
+        self._file, self.index, self.path = file, index, file.path
+
+    def read(self, record: int) -> bytes:
+        """A record's stored bytes. Raises ChecksumMismatch or Truncated."""
+        index = self.index
+        offset, size = int(index.offset[record]), int(index.stored[record])
+        data = self._file.read(offset, size)
+        if len(data) != size:
+            raise Truncated(f"record {record} ends early", self.path, offset)
+        if segment.record_checksum(index.id, record, [data]) != int(index.checksum[record]):
+            raise ChecksumMismatch(f"record {record} does not match its checksum", self.path, offset)
+        return data
+
+    def load(self, record: int) -> np.ndarray:
+        """A record's KV bytes, checked and decoded: buffer after buffer, rows of consecutive slots in each."""
+        data = memoryview(self.read(record))
+        index = self.index
+        pool = index.pools[index.pool[record]]
+        rows = pool.rows(int(index.pages[record]), index.page_tokens)
+        out = np.empty(index.raw_bytes(record), np.uint8)
+        stored = raw = 0
+        try:
+            for part in index.record_parts(record):
+                buffers = pool.buffers[part.first_buffer : part.first_buffer + part.buffers]
+                size = rows * sum(b.row_bytes for b in buffers)
+                chunk = data[stored : stored + part.stored_bytes]
+                codec.decode(part.codec, part.frame_bytes, chunk, out[raw : raw + size])
+                stored, raw = stored + part.stored_bytes, raw + size
+        except FormatError as error:
+            raise error.at(self.path, int(index.offset[record])) from None
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_segment(fs: FileSystem, path: Path, segment_id: bytes, ref: SegmentRef | None = None) -> Segment:
+    """A segment of this shard; `ref` is what a manifest says of it, and must agree."""
+    place = path / names.segment(segment_id)
+    file = fs.open(place)
+    try:
+        header = file.read(0, segment.HEADER_BYTES)
+        found_id, _ = segment.decode_header(header)
+        tail = file.read(max(0, file.bytes - segment.TRAILER_BYTES), segment.TRAILER_BYTES)
+        trailer = segment.decode_trailer(header, tail, file.bytes)
+        stored = file.read(trailer.index_offset, trailer.index_bytes)
+        index = segment.decode_index(header, trailer, stored, file.bytes)
+        if found_id != segment_id:
+            raise Malformed(f"holds segment {found_id.hex()}")
+        if ref and (ref.bytes, ref.digest, ref.records) != (file.bytes, index.index_digest, index.records):
+            raise Malformed("is not the segment that the manifest names")
+    except FormatError as error:
+        file.close()
+        raise error.at(place) from None
+    except BaseException:
+        file.close()
+        raise
+    return Segment(file, index)

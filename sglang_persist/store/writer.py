@@ -1,0 +1,213 @@
+"""Records to segments to a committed generation, off the thread that hands them in.
+
+`submit` only queues: encoding runs on a few threads, and one thread writes what they return in the order of submission.
+Memory is bounded by `pending_bytes` of records that are not written yet. Order of a commit, each step durable before
+the next: segment data, segment name, manifest data, manifest name. The rename of the manifest is the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglang_persist.format import codec, envelope, manifest, segment
+from sglang_persist.format.segment import IndexBuilder, Part, RecordKey, SegmentIndex
+from sglang_persist.fs import FileSystem, NewFile
+from sglang_persist.model import Manifest, Pool
+from sglang_persist.store import names
+from sglang_persist.store.shard import open_segment
+
+#: Buffers of a record are coded together until they reach this size: smaller frames decode slower and shrink less.
+PART_BYTES = 64 << 10
+PENDING_BYTES = 96 << 20
+SEGMENT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Encoded:
+    parts: list[Part]
+    chunks: list
+    stored_bytes: int
+
+
+def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encoded:
+    """A record's KV bytes as parts of at least PART_BYTES (the last may be smaller), one codec each."""
+    parts, chunks, at, first = [], [], 0, 0
+    while first < len(pool.buffers):
+        dtype, count, size = pool.buffers[first].dtype, 0, 0
+        while first + count < len(pool.buffers) and size < PART_BYTES and pool.buffers[first + count].dtype == dtype:
+            size += rows * pool.buffers[first + count].row_bytes
+            count += 1
+        used, frame_bytes, out = codec.encode(codec.choose(setting, dtype), raw[at : at + size])
+        parts.append(Part(int(used), first, count, sum(len(c) for c in out), frame_bytes))
+        chunks += out
+        first, at = first + count, at + size
+    return Encoded(parts, chunks, sum(p.stored_bytes for p in parts))
+
+
+def _temporary(path: Path, name: str) -> Path:
+    return path / f"tmp-{os.getpid()}-{name}"
+
+
+class _OpenSegment:
+    """The segment that is being written. Nothing of it counts before `seal`."""
+
+    def __init__(self, fs: FileSystem, path: Path, namespace: bytes, pools: tuple[Pool, ...], page_tokens: int):
+        self.fs, self.path, self.id = fs, path, secrets.token_bytes(segment.ID_BYTES)
+        self.temporary = _temporary(path, names.segment(self.id))
+        self.header = segment.encode_header(self.id, namespace)
+        self.index = IndexBuilder(pools, page_tokens)
+        self.file: NewFile = fs.create(self.temporary)
+        self.file.write(self.header)
+
+    def add(self, key: RecordKey, encoded_parts: list[Part], chunks: list) -> int:
+        offset = self.file.bytes
+        for chunk in chunks:
+            self.file.write(chunk)
+        checksum = segment.record_checksum(self.id, self.index.records, chunks)
+        return self.index.add(key, offset, self.file.bytes - offset, checksum, encoded_parts)
+
+    def seal(self) -> SegmentIndex:
+        stored, raw_bytes, digest = envelope.seal(self.index.body())
+        trailer = segment.Trailer(self.file.bytes, len(stored), raw_bytes, self.index.records, digest)
+        self.file.write(stored)
+        self.file.write(segment.encode_trailer(self.header, trailer))
+        self.file.sync()
+        self.file.close()
+        self.fs.rename(self.temporary, self.path / names.segment(self.id))
+        self.fs.sync_dir(self.path)
+        # Reading it back is the cheapest proof that what was written can be restored.
+        opened = open_segment(self.fs, self.path, self.id)
+        opened.close()
+        return opened.index
+
+    def abort(self) -> None:
+        self.file.close()
+        self.fs.remove(self.temporary)
+
+
+class SegmentWriter:
+    """The records of one snapshot. Not for two snapshots at once; all public calls come from one thread."""
+
+    def __init__(
+        self, fs: FileSystem, path: Path, namespace: bytes, pools: tuple[Pool, ...], page_tokens: int, setting: str,
+        threads: int, segment_bytes: int = SEGMENT_BYTES, pending_bytes: int = PENDING_BYTES,
+    ):  # fmt: skip
+        self._new = lambda: _OpenSegment(fs, path, namespace, pools, page_tokens)
+        self._pools, self._page_tokens, self._setting = pools, page_tokens, setting
+        self._segment_bytes, self._limit = segment_bytes, pending_bytes
+        self._encoders = ThreadPoolExecutor(max(1, threads), thread_name_prefix="persist-encode")
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._pending = 0
+        self._stop = False
+        self._open: _OpenSegment | None = None
+        self.indexes: list[SegmentIndex] = []
+        #: (segment id, record ordinal) of every record, in order of submission.
+        self.placed: list[tuple[bytes, int]] = []
+        self.sealed: Future = Future()
+        self._thread = threading.Thread(target=self._run, name="persist-write", daemon=True)
+        self._thread.start()
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether another record may be handed in now, waiting up to `timeout` seconds for room."""
+        with self._room:
+            return self._room.wait_for(lambda: self._pending < self._limit or self.sealed.done(), timeout)
+
+    def submit(self, key: RecordKey, raw: np.ndarray) -> None:
+        """Queue one record. `raw` must not change any more. Raises what stopped the writer, if something did."""
+        if self.sealed.done():
+            self.sealed.result()
+        with self._room:
+            self._pending += raw.nbytes
+        pool = self._pools[key.pool]
+        rows = pool.rows(key.pages, self._page_tokens)
+        job = self._encoders.submit(encode_record, self._setting, pool, rows, raw)
+        self._queue.put((key, raw.nbytes, job))
+
+    def copy(self, key: RecordKey, parts: list[Part], stored: bytes) -> None:
+        """Queue a record that is encoded already (a rewrite of an older segment)."""
+        with self._room:
+            self._pending += len(stored)
+        job: Future = Future()
+        job.set_result(Encoded(parts, [stored], len(stored)))
+        self._queue.put((key, len(stored), job))
+
+    def seal(self) -> Future:
+        """No more records: the future is done when all segments are durable, or holds what went wrong."""
+        self._queue.put(None)
+        return self.sealed
+
+    def abort(self) -> None:
+        """Stop, and leave nothing behind that counts. Safe after `seal`."""
+        self._stop = True
+        self._queue.put(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None and not self._stop:
+                key, size, job = item
+                encoded: Encoded = job.result()
+                if self._open is None:
+                    self._open = self._new()
+                self.placed.append((self._open.id, self._open.add(key, encoded.parts, encoded.chunks)))
+                if self._open.file.bytes >= self._segment_bytes:
+                    self._seal_open()
+                with self._room:
+                    self._pending -= size
+                    self._room.notify_all()
+            if self._stop:
+                raise InterruptedError("the snapshot was stopped")
+            self._seal_open()
+            self.sealed.set_result(self.indexes)
+        except BaseException as error:
+            self._discard(error)
+        finally:
+            self._encoders.shutdown(wait=False, cancel_futures=True)
+            with self._room:
+                self._room.notify_all()
+
+    def _seal_open(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            try:
+                self.indexes.append(opened.seal())
+            except BaseException:
+                opened.abort()
+                raise
+
+    def _discard(self, error: BaseException) -> None:
+        try:
+            if self._open is not None:
+                self._open.abort()
+        except Exception as second:
+            error.add_note(f"and its temporary file could not be removed: {second}")
+        self.sealed.set_exception(error)
+
+
+def commit(fs: FileSystem, path: Path, m: Manifest) -> int:
+    """Make a generation count: its manifest, durable under its name. Returns the manifest's bytes."""
+    data = manifest.encode(m)
+    temporary = _temporary(path, names.manifest(m.generation))
+    file = fs.create(temporary)
+    try:
+        file.write(data)
+        file.sync()
+        file.close()
+        fs.rename(temporary, path / names.manifest(m.generation))
+    except BaseException:
+        file.close()
+        fs.remove(temporary)
+        raise
+    fs.sync_dir(path)
+    return len(data)
