@@ -19,7 +19,7 @@ from rich.table import Table
 
 from sglang_persist import __version__, config
 from sglang_persist.client import Client
-from sglang_persist.errors import PersistError, StoreUnavailable
+from sglang_persist.errors import EngineOff, PersistError, StoreUnavailable, from_os_error
 from sglang_persist.fs import REAL
 from sglang_persist.store import prune as pruning
 from sglang_persist.store import report
@@ -45,15 +45,16 @@ def _count(number: float | None) -> str:
 
 
 def _table(title: str, columns: list[str], rows: list[list]) -> None:
-    """Columns for a person; text on the left, numbers on the right, never cut off."""
+    """Columns for a person; text on the left, numbers on the right, never cut off: a terminal folds, a file is wide."""
+    terminal = Console().is_terminal
+    console = Console(width=None if terminal else 1 << 16, markup=False, emoji=False, highlight=False)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, name in enumerate(columns):
         numeric = rows and all(str(r[i])[:1].isdigit() or r[i] == "-" for r in rows)
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=not terminal, overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
-    console = Console()
-    Console(width=max(console.width, 200) if not console.is_terminal else None).print(table)
+        table.add_row(*(str(cell).encode(errors="backslashreplace").decode() for cell in row))
+    console.print(table)
 
 
 def _show(as_json: bool, data: dict, text) -> None:
@@ -65,7 +66,11 @@ def _show(as_json: bool, data: dict, text) -> None:
 
 def _store(path: str) -> Path:
     root = Path(path).absolute()
-    if not root.is_dir():
+    try:
+        found = root.is_dir()
+    except OSError as error:
+        raise from_os_error(error, root) from None
+    if not found:
         raise StoreUnavailable(f"{root}: no such directory")
     REAL.list(root)
     return root
@@ -134,6 +139,8 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
             _table(f"rank {s['rank']}", ["", ""], rows)
 
     _show(as_json, {"ranks": ranks}, text)
+    if off := [f"rank {s['rank']}: why_off={s['why_off']}" for s in ranks if not s["enabled"]]:
+        raise EngineOff(f"{url}: persistence is off: {'; '.join(off)}")
 
 
 @cli.command()
@@ -216,7 +223,7 @@ def prune(directory: str, keep: int, max_bytes: str | None, dry_run: bool, as_js
     if max_bytes is not None:
         try:
             limit = config.parse_size(max_bytes).of(REAL.space(root)[1])
-        except ValueError:
+        except (ValueError, OverflowError):
             allowed = config.BY_KEY["max_bytes"].allowed
             raise click.UsageError(f"--max-bytes: {max_bytes!r} cannot be read; allowed: {allowed}") from None
     plan, locks = pruning.plan_store(REAL, root, keep, limit)

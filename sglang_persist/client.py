@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from sglang_persist.errors import EngineOff, EngineUnreachable, SnapshotFailed
 
 POLL_S = 0.1
+_MEMBERS = {"enabled", "why_off", "rank", "namespace", "restore", "snapshot", "store"}
 
 
 class Client:
@@ -28,11 +30,11 @@ class Client:
             with urllib.request.urlopen(request, timeout=self._timeout) as reply:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
-            text = error.read(300).decode(errors="replace").strip()
+            text = " ".join(error.read(300).decode(errors="replace").split())
             raise EngineUnreachable(f"{self.url}{path}: HTTP {error.code} {text}".rstrip()) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise EngineUnreachable(f"{self.url}{path}: {reason}") from None
+            raise EngineUnreachable(f"{self.url}{path}: {' '.join(str(reason).split())}") from None
 
     def status(self) -> list[dict]:
         """STATUS of each DP replica. Raises EngineOff where the server does not persist, EngineUnreachable."""
@@ -44,6 +46,8 @@ class Client:
         if not found or None in found:
             why = "no_directory: the server runs without --persist-dir, or without the plugin"
             raise EngineOff(f"{self.url}: persistence is off: why_off={why}")
+        if not all(isinstance(s, dict) and s.keys() >= _MEMBERS for s in found):
+            raise EngineUnreachable(f"{self.url}/server_info: the status of another version of sglang-persist")
         return found
 
     def snapshot(self, wait: bool = True, progress: Callable[[list[dict]], None] = lambda ranks: None) -> list[dict]:

@@ -84,7 +84,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 
 def _directory(text: str) -> Path:
-    if not text.strip():
+    if not text.strip() or "\0" in text:
         raise ValueError(text)
     return Path(text).expanduser().absolute()
 
@@ -160,7 +160,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     """Settings of this process. Raises SettingError, naming the flag or variable, the value and what is allowed."""
     environ = os.environ if environ is None else environ
     file = environ.get(CONFIG.variable)
-    given = _read_file(Path(file).expanduser()) if file else {}
+    given = _read_file(_parse(CONFIG, file, f"{CONFIG.name} ({CONFIG.variable})")) if file else {}
     values = {}
     for flag in FLAGS:
         text, place = flag.default, flag.name
@@ -176,7 +176,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
 def _parse(flag: Flag, text: str, place: str) -> Any:
     try:
         return flag.parse(text)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, RuntimeError):  # the last: no home directory for `~name`
         raise SettingError(f"{place}: {text!r} cannot be read; allowed: {flag.allowed}") from None
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,13 @@ class ReadFile:
     def __init__(self, path: Path):
         self.path = path
         with _place(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.bytes = os.fstat(self._fd).st_size
+            # Without O_NONBLOCK a named pipe would hold up whoever opens it, for ever.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                self.close()
+                raise OSError(errno.EINVAL, "not a regular file")
+        self.bytes = found.st_size
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, or fewer where the file ends."""
@@ -109,8 +115,11 @@ class Lock:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.exists(path) and os.path.samestat(os.fstat(self._fd), os.stat(path)):
-                    return
+                with contextlib.suppress(PermissionError):  # another user's, and open to us
+                    os.fchmod(self._fd, FILE_MODE)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._fd), os.stat(path)):
+                        return
                 os.close(self._fd)
             except OSError as error:
                 os.close(self._fd)
@@ -133,7 +142,7 @@ class FileSystem:
         """`path` and its missing parents, each 0700 and each name durable before the next is made."""
         missing = []
         at = path
-        while not at.exists():
+        while not self.exists(at):
             missing.append(at)
             at = at.parent
         for directory in reversed(missing):
@@ -169,7 +178,11 @@ class FileSystem:
         return sorted(entries, key=lambda e: e.name)
 
     def exists(self, path: Path) -> bool:
-        return path.exists()
+        """Whether this name is there; a link is, whatever it points to."""
+        with _place(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+            return True
+        return False
 
     def open(self, path: Path) -> ReadFile:
         return ReadFile(path)
@@ -206,8 +219,8 @@ class FileSystem:
     def space(self, path: Path) -> tuple[int, int]:
         """(bytes that are free for us, bytes in all) of the file system that holds `path`."""
         with _place(path):
-            stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+            found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 REAL = FileSystem()

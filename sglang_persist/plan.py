@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -222,6 +222,20 @@ class Settled:
     tokens: int
     left_out_tokens: int
 
+    def used(self) -> set[tuple[bytes, int]]:
+        """The records that the tree refers to."""
+        return {(p.segment, p.record) for node in self.nodes for p in node.pieces}
+
+    def move(self, places: Mapping[tuple[bytes, int], tuple[bytes, int]]) -> None:
+        """Records were rewritten elsewhere: refer to them there."""
+
+        def moved(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            now = [(p, places.get((p.segment, p.record), (p.segment, p.record))) for p in pieces]
+            return tuple(p._replace(segment=segment, record=record) for p, (segment, record) in now)
+
+        self.nodes = [replace(n, pieces=moved(n.pieces)) for n in self.nodes]
+        self.known = {i: k._replace(pieces=moved(k.pieces)) for i, k in self.known.items()}
+
 
 def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
     """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
@@ -342,32 +356,95 @@ class LoadPlan:
 def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -> LoadPlan:
     """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`."""
     m, refused = resolved.manifest, Counter(resolved.refused)
-    chosen = [False] * len(m.nodes)
-    wanted: list[int] = []
-    used = 0
-    children = Counter(n.parent for n in m.nodes)
-    short = set()
-    for leaf in range(len(m.nodes) - 1, -1, -1):
-        if children[leaf]:
-            continue
-        path, at = [], leaf
-        while at >= 0 and not chosen[at]:
-            path.append(at)
-            at = m.nodes[at].parent
-        if resolved.start[leaf] + m.nodes[leaf].pages * m.page_tokens < min_tokens:
-            short.update(path)
-            continue
-        for node in reversed(path):
-            if not resolved.sound[node] or used + m.nodes[node].pages > capacity_pages:
-                break
-            chosen[node] = True
-            used += m.nodes[node].pages
-            wanted.append(node)
+    sizes = [n.pages for n in m.nodes]
+    wanted, short = choose_paths(
+        [n.parent for n in m.nodes], sizes, capacity_pages, -(-min_tokens // m.page_tokens), resolved.sound
+    )
+    chosen = set(wanted)
     for i in range(len(m.nodes)):
-        if resolved.sound[i] and not chosen[i]:
+        if resolved.sound[i] and i not in chosen:
             refused["too_short" if i in short else "no_capacity"] += 1
     records: dict[tuple[bytes, int], list[Use]] = {}
     for i in wanted:
         for p in m.nodes[i].pieces:
             records.setdefault((p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
-    return LoadPlan([i for i in range(len(m.nodes)) if chosen[i]], used, [(*k, u) for k, u in records.items()], refused)
+    pages = sum(sizes[i] for i in wanted)
+    return LoadPlan(sorted(wanted), pages, [(*k, u) for k, u in records.items()], refused)
+
+
+def choose_paths(
+    parents: Sequence[int], sizes: Sequence[int], budget: float, least: int = 0, usable: Sequence[bool] | None = None
+) -> tuple[list[int], set[int]]:
+    """The newest paths within `budget` (the unit of `sizes`), as nodes in the order of choice, parents first.
+
+    Nodes stand oldest path first. A path that does not fit is taken as far as it does. Second: nodes on paths shorter
+    than `least` alone, which are not taken.
+    """
+    depth: list[int] = []
+    for parent, size in zip(parents, sizes, strict=True):
+        depth.append(size + (depth[parent] if parent >= 0 else 0))
+    inner = set(parents)
+    wanted: list[int] = []
+    chosen: set[int] = set()
+    short: set[int] = set()
+    used = 0
+    for leaf in range(len(parents) - 1, -1, -1):
+        if leaf in inner:
+            continue
+        path, at = [], leaf
+        while at >= 0 and at not in chosen:
+            path.append(at)
+            at = parents[at]
+        if depth[leaf] < least:
+            short.update(path)
+            continue
+        for node in reversed(path):
+            if (usable is not None and not usable[node]) or used + sizes[node] > budget:
+                break
+            chosen.add(node)
+            wanted.append(node)
+            used += sizes[node]
+    return wanted, short - chosen
+
+
+def select(nodes: Sequence[TreeNode], share: float, min_tokens: int) -> list[TreeNode]:
+    """The part of a live tree that is worth saving: the most recently used paths up to `share` of its tokens."""
+    if share >= 1 and min_tokens <= 0:
+        return list(nodes)
+    sizes = [n.end - n.start for n in nodes]
+    wanted, _ = choose_paths([n.parent for n in nodes], sizes, share * sum(sizes), min_tokens)
+    index = {old: new for new, old in enumerate(sorted(wanted))}
+    return [nodes[old]._replace(parent=index.get(nodes[old].parent, -1)) for old in index]
+
+
+# ---------------------------------------------------------------------------------------------------- rewrite
+
+#: A generation refers to at most so many segments; then the smaller ones are joined.
+MAX_SEGMENTS = 8
+
+
+def plan_merge(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]]) -> list[SegmentIndex]:
+    """Segments to rewrite into one: those that are mostly dead, and the smallest where there are too many.
+
+    Joined are at least two, and as long as the next is not larger than what is joined already, so that a byte is
+    rewritten a number of times that grows with the logarithm of the store, not with its age.
+    """
+    live = Counter()
+    by_id = {i.id: i for i in indexes}
+    for segment, record in used:
+        live[segment] += int(by_id[segment].stored[record])
+    dead = [i for i in indexes if live[i.id] * 2 < i.file_bytes - _fixed_bytes(i)]
+    rest = sorted((i for i in indexes if i not in dead), key=lambda i: live[i.id])
+    chosen, total = list(dead), sum(live[i.id] for i in dead)
+    excess = len(indexes) - len(chosen) + bool(chosen) - MAX_SEGMENTS
+    for count, index in enumerate(rest):
+        if excess <= 0 or (count > excess and live[index.id] > total):
+            break
+        chosen.append(index)
+        total += live[index.id]
+    return chosen if len(chosen) > 1 or dead else []
+
+
+def _fixed_bytes(index: SegmentIndex) -> int:
+    """What a segment holds besides records."""
+    return index.file_bytes - int(index.stored.sum())

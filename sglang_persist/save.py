@@ -8,6 +8,7 @@ commit   segments durable, then the manifest: its rename is the moment from whic
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,12 +16,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sglang_persist.format.segment import RecordKey
+from sglang_persist.errors import FormatError, StoreError, StoreFull
+from sglang_persist.format.segment import RecordKey, SegmentIndex
 from sglang_persist.model import HASH_BYTES, Identity, Manifest, SegmentRef
-from sglang_persist.plan import RecordPlan, Settled, plan_save, settle
+from sglang_persist.plan import RecordPlan, Settled, plan_merge, plan_save, select, settle
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
-from sglang_persist.store.writer import SegmentWriter, commit
+from sglang_persist.store.shard import Segment, open_segment
+from sglang_persist.store.writer import SegmentWriter, commit, merge
+
+logger = logging.getLogger("sglang_persist")
 
 #: What a step waits for: called with a timeout in seconds. None: the step did work of its own.
 Waiting = Callable[[float], object] | None
@@ -64,20 +69,28 @@ def save(
     SaveResult. Closing it early leaves the store as it was. Raises StoreError and FormatError.
     """
     began = time.monotonic()
-    yield from _finish(_in_thread(home.become_writer))
-    nodes = tree.nodes()
+    room = yield from _finish(_in_thread(lambda: _prepare(home, settings)))
+    nodes = select(tree.nodes(), settings.hottest, settings.min_tokens)
+    # A layout that changed without its revision changing must not be mixed with ours.
+    segments = {k: index for k, index in home.segments.items() if index.pools == pages.pools}
     plan = plan_save(
-        nodes, tree.content, home.known, home.segments, tree.page_tokens, record_pages(pages, tree.page_tokens)
+        nodes, tree.content, home.known, segments, tree.page_tokens, record_pages(pages, tree.page_tokens)
     )
     if not nodes or (not plan.records and home.is_current(plan)):
         # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
         tokens = home.manifest.tokens if home.manifest else 0
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, 0)
+    new_bytes = pages.pools[0].bytes(plan.new_pages, tree.page_tokens)
+    if new_bytes > room:
+        raise StoreFull(f"{home.root}: {new_bytes} bytes of new KV, room for {max(0, room)}")
     yield None
 
-    writer = SegmentWriter(
-        home.fs, home.path, home.namespace, pages.pools, tree.page_tokens, settings.compression, settings.threads
-    )
+    def new_writer() -> SegmentWriter:
+        return SegmentWriter(
+            home.fs, home.path, home.namespace, pages.pools, tree.page_tokens, settings.compression, settings.threads
+        )
+
+    writer = new_writer()
     try:
         kept: list[int] = []
         for record in plan.records:
@@ -94,12 +107,15 @@ def save(
 
         places = iter(writer.placed)
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
+        written = list(writer.indexes)
         manifest, new_bytes = yield from _finish(
-            _in_thread(lambda: _commit(home, writer, settled, pages, tree.page_tokens, identity, request))
+            _in_thread(
+                lambda: _commit(home, settled, written, new_writer, pages, tree.page_tokens, identity, request)
+            )
         )
     finally:
         writer.abort()
-    home.adopt(manifest, settled.known, writer.indexes)
+    home.adopt(manifest, settled.known, written)
     new_tokens = sum(kept) * tree.page_tokens
     seconds = time.monotonic() - began
     return SaveResult(request.generation, settled.tokens, new_tokens, new_bytes, seconds, settled.left_out_tokens)
@@ -126,11 +142,17 @@ def _first_pages(key: RecordKey, count: int, page_tokens: int) -> RecordKey:
     return replace(key, tokens=tokens, hashes=key.hashes[: count * HASH_BYTES])
 
 
-def _commit(home: Home, writer: SegmentWriter, settled: Settled, pages: Pages, page_tokens: int, identity: Identity,
-            request: SaveRequest) -> tuple[Manifest, int]:  # fmt: skip
-    segments = {**home.segments, **{i.id: i for i in writer.indexes}}
-    used = {(p.segment, p.record) for node in settled.nodes for p in node.pieces}
-    named = [segments[s] for s in dict.fromkeys(p[0] for p in sorted(used))]
+def _commit(
+    home: Home, settled: Settled, written: list[SegmentIndex], new_writer: Callable[[], SegmentWriter], pages: Pages,
+    page_tokens: int, identity: Identity, request: SaveRequest,
+) -> tuple[Manifest, int]:  # fmt: skip
+    """On a worker thread: join segments where that is due, then make the generation count. (manifest, bytes added)."""
+    new_bytes = sum(i.file_bytes for i in written)
+    segments = {**home.segments, **{i.id: i for i in written}}
+    if request.reason != "shutdown":
+        written += _merge(home, settled, segments, new_writer)
+    used = settled.used()
+    named = [segments[s] for s in dict.fromkeys(s for s, _ in sorted(used))]
     manifest = Manifest(
         generation=request.generation,
         created=time.time(),
@@ -148,9 +170,39 @@ def _commit(home: Home, writer: SegmentWriter, settled: Settled, pages: Pages, p
         stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
         left_out_tokens=settled.left_out_tokens,
     )
-    new_bytes = commit(home.fs, home.path, manifest) + sum(i.file_bytes for i in writer.indexes)
+    new_bytes += commit(home.fs, home.path, manifest)
     home.retire()
     return manifest, new_bytes
+
+
+def _merge(home: Home, settled: Settled, segments: dict, new_writer: Callable[[], SegmentWriter]) -> list[SegmentIndex]:
+    """Rewrite what `plan_merge` chooses; the settled tree then refers to the new segments. No merge is no failure."""
+    used = settled.used()
+    chosen = {i.id for i in plan_merge([segments[s] for s in {s for s, _ in used}], used)}
+    if not chosen:
+        return []
+    records = sorted(r for r in used if r[0] in chosen)
+    opened: dict[bytes, Segment] = {}
+    writer = new_writer()
+    try:
+        for name in chosen:
+            opened[name] = open_segment(home.fs, home.path, name)
+        settled.move(merge(writer, opened, records))
+    except (FormatError, StoreError) as error:
+        logger.warning("segments were not joined: %s", error)
+        return []
+    finally:
+        writer.abort()
+        for segment in opened.values():
+            segment.close()
+    segments.update({i.id: i for i in writer.indexes})
+    return writer.indexes
+
+
+def _prepare(home: Home, settings) -> int:
+    """On a worker thread: hold the lock, and tell how many bytes the store may still grow by."""
+    home.become_writer()
+    return home.room(settings.max_bytes, settings.min_free)
 
 
 def _finish(future: Future) -> Generator[Waiting, None, object]:

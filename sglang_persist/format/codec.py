@@ -76,13 +76,15 @@ def encode(codec: Codec, raw: np.ndarray) -> tuple[Codec, int, list[bytes | memo
     return Codec.RAW, 0, [raw.data]
 
 
-def _inflate(frame: memoryview, out: np.ndarray) -> None:
-    """A whole zstd frame into `out`, which it must fill exactly; its own content checksum is checked at its end."""
+def _inflate(frame, size: int) -> bytes:
+    """The `size` bytes of one whole zstd frame. In one call, because only that tells a frame that ends before its
+    content checksum, or bytes after it; its size is compared before anything is allocated."""
     decoder = _tool("decoder", zstandard.ZstdDecompressor)
     try:
-        with decoder.stream_reader(frame) as reader:
-            if reader.readinto(out) != out.nbytes or reader.read(1):
-                raise Malformed(f"a zstd frame does not hold the {out.nbytes} bytes that its index declares")
+        declared = zstandard.get_frame_parameters(frame)
+        if declared.content_size != size or not declared.has_checksum:
+            raise Malformed(f"a zstd frame does not declare the {size} bytes that its index does, and a checksum")
+        return decoder.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Malformed(f"a zstd frame does not decode: {error}") from None
 
@@ -94,13 +96,12 @@ def decode(codec: int, frame_bytes: int, stored: memoryview, out: np.ndarray) ->
             raise Malformed(f"{len(stored)} raw bytes stand where {out.nbytes} are declared")
         out[:] = np.frombuffer(stored, np.uint8)
     elif codec == Codec.ZSTD:
-        _inflate(stored, out)
+        out[:] = np.frombuffer(_inflate(stored, out.nbytes), np.uint8)
     elif codec == Codec.ROT16:
         if out.nbytes % 2 or frame_bytes > len(stored) or len(stored) - frame_bytes != out.nbytes // 2:
             raise Malformed("the planes of a 16-bit part do not have equal length")
         words = out.view("<u2")
-        exponents = np.empty(words.size, np.uint8)
-        _inflate(stored[:frame_bytes], exponents)
+        exponents = np.frombuffer(_inflate(stored[:frame_bytes], words.size), np.uint8)
         # Sign extension puts the sign into bit 15 and the mantissa into bits 0-6 in one step.
         rest = np.frombuffer(stored[frame_bytes:], np.int8).astype(np.int16).view(np.uint16)
         rest &= 0x807F
@@ -117,6 +118,4 @@ def pack(data: bytes) -> bytes:
 
 def unpack(frame: bytes, raw_bytes: int) -> bytes:
     """The inverse of `pack`; `raw_bytes` was bounded by the caller before anything is allocated here."""
-    out = np.empty(raw_bytes, np.uint8)
-    _inflate(memoryview(frame), out)
-    return out.tobytes()
+    return _inflate(frame, raw_bytes)

@@ -32,7 +32,7 @@ def seal(body: dict[str, Any]) -> tuple[bytes, int, bytes]:
 
 
 def check_sizes(stored_bytes: int, raw_bytes: int) -> None:
-    if raw_bytes > limits.MAX_INDEX_BYTES or raw_bytes > stored_bytes * limits.MAX_RATIO:
+    if max(stored_bytes, raw_bytes) > limits.MAX_INDEX_BYTES or raw_bytes > stored_bytes * limits.MAX_RATIO:
         raise LimitExceeded(f"{stored_bytes} stored bytes declare {raw_bytes} decoded ones")
 
 
@@ -42,6 +42,7 @@ def unseal(stored: bytes, raw_bytes: int, digest: bytes) -> dict[str, Any]:
     if digest128(stored) != digest:
         raise ChecksumMismatch("the body does not match its digest")
     raw = codec.unpack(stored, raw_bytes)
+    _check_objects(raw)
     try:
         body = msgpack.unpackb(raw, raw=False, strict_map_key=True, max_ext_len=0, unicode_errors="surrogatepass")
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
@@ -49,6 +50,49 @@ def unseal(stored: bytes, raw_bytes: int, digest: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Malformed("the body is not a map")
     return body
+
+
+#: By msgpack's first byte: bytes of the length that follows it; bytes of a number.
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_FIXED = {0xCA: 4, 0xCB: 8, **{tag: 1 << (tag & 3) for tag in range(0xCC, 0xD4)}}
+
+
+def _check_objects(raw: bytes) -> None:
+    """Refuse a body of more objects, or deeper ones, than any real body has. The msgpack library allocates what a list
+    declares before it sees whether the elements are there, for each level, and 8 to 80 bytes for a byte of `raw`."""
+    at, objects, open_ = 0, 1, [1]  # open_: elements to come on each level
+    while open_:
+        if not open_[-1]:
+            open_.pop()
+            continue
+        open_[-1] -= 1
+        if at >= len(raw):
+            raise Malformed("the body ends early")
+        tag = raw[at]
+        at += 1
+        children = length = 0
+        if tag in _LENGTHS:
+            width = _LENGTHS[tag]
+            count = int.from_bytes(raw[at : at + width], "big")
+            at += width
+            if tag >= 0xDC:
+                children = count * (2 if tag >= 0xDE else 1)
+            else:
+                length = count
+        elif 0x80 <= tag < 0xA0:
+            children = (tag & 15) * (2 if tag < 0x90 else 1)
+        elif 0xA0 <= tag < 0xC0:
+            length = tag & 31
+        elif 0xC7 <= tag <= 0xC9 or 0xD4 <= tag <= 0xD8:
+            raise Malformed("the body has an extension type")
+        else:
+            length = _FIXED.get(tag, 0)
+        at += length
+        objects += children
+        if objects > limits.MAX_OBJECTS or len(open_) > limits.MAX_DEPTH:
+            raise LimitExceeded(f"a body of {objects} or more objects, {len(open_)} deep")
+        if children:
+            open_.append(children)
 
 
 def field(body: dict, name: str, kind):

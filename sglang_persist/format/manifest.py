@@ -93,6 +93,8 @@ def _from_body(body: dict) -> Manifest:
         raise LimitExceeded(f"pages of {page_tokens} tokens")
     nodes = _nodes(body, len(pools), len(spaces), segments)
     identity = field(body, "identity", dict)
+    if not _is_json(identity):
+        raise Malformed("the identity is not plain text, numbers, lists and maps")
     return Manifest(
         generation=field(body, "generation", int),
         created=float(field(body, "created", (int, float))),
@@ -110,6 +112,15 @@ def _from_body(body: dict) -> Manifest:
         stored_bytes=field(body, "stored_bytes", int),
         left_out_tokens=field(body, "left_out_tokens", int),
     )
+
+
+def _is_json(value) -> bool:
+    """Whether names can be derived from a value. Its depth was bounded before it was made."""
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _check_coverage(owner, pool, at, length, pages) -> None:
@@ -135,6 +146,8 @@ def _segments(body: dict) -> tuple[SegmentRef, ...]:
             raise Malformed("a segment is not [id, bytes, digest, records]")
         if len(row[0]) != 16 or len(row[2]) != 16 or row[1] < 0 or row[3] < 0:
             raise Malformed("a segment's id or digest is not 16 bytes")
+        if row[3] > limits.MAX_RECORDS:
+            raise LimitExceeded(f"{row[3]} records in a segment")
     if len({row[0] for row in rows}) != len(rows):
         raise Malformed("a segment is named twice")
     return tuple(SegmentRef(*row) for row in rows)

@@ -133,18 +133,33 @@ class IndexBuilder:
         self._rows: list[tuple] = []
         self._parts: list[Part] = []
         self._parents: list[bytes] = []
-        self._hashes: list[bytes] = []
+        self._keys: list[bytes] = []
         self._tokens: list[np.ndarray] = []
         self.records = 0
 
     def add(self, key: RecordKey, offset: int, stored_bytes: int, checksum: int, parts: Sequence[Part]) -> int:
-        space = self._spaces.setdefault(key.space, len(self._spaces))
-        self._rows.append((key.pool, space, key.start, key.pages, offset, stored_bytes, checksum, len(parts)))
+        """A new record; returns its ordinal."""
+        keys = np.frombuffer(key.hashes, np.uint8).reshape(-1, HASH_BYTES)[:, :KEY_BYTES].tobytes()
+        place = (offset, stored_bytes, checksum)
+        return self._append(key.pool, key.space, key.start, key.pages, place, parts, key.parent_hash, keys, key.tokens)
+
+    def copy(self, index: SegmentIndex, record: int, offset: int, stored_bytes: int, checksum: int) -> int:
+        """A record of another segment, whose payload is taken over as it is; returns its new ordinal."""
+        pages = int(index.pages[record])
+        first = int(index.first_page[record])
+        return self._append(
+            int(index.pool[record]), index.spaces[index.space[record]], int(index.start[record]), pages,
+            (offset, stored_bytes, checksum), index.record_parts(record), index.parent[record].tobytes(),
+            index.page_hash[first : first + pages].tobytes(), index.page_tokens_of(record, 0, pages),
+        )  # fmt: skip
+
+    def _append(self, pool, space, start, pages, place, parts, parent, keys, tokens) -> int:
+        space = self._spaces.setdefault(space, len(self._spaces))
+        self._rows.append((pool, space, start, pages, *place, len(parts)))
         self._parts.extend(parts)
-        self._parents.append(key.parent_hash)
-        pages = np.frombuffer(key.hashes, np.uint8).reshape(-1, HASH_BYTES)
-        self._hashes.append(pages[:, :KEY_BYTES].tobytes())
-        self._tokens.append(key.tokens)
+        self._parents.append(parent)
+        self._keys.append(keys)
+        self._tokens.append(tokens)
         self.records += 1
         return self.records - 1
 
@@ -173,7 +188,7 @@ class IndexBuilder:
             "part_buffers": numbers((p.buffers for p in self._parts), "<u2"),
             "part_bytes": numbers((p.stored_bytes for p in self._parts), "<u8"),
             "part_frame_bytes": numbers((p.frame_bytes for p in self._parts), "<u8"),
-            "page_hash": b"".join(self._hashes),
+            "page_hash": b"".join(self._keys),
             "token_width": 8 if wide else 4,
             "tokens": tokens.astype("<i8" if wide else "<i4").tobytes(),
         }
@@ -316,5 +331,6 @@ def _check_record(parts: list[Part], pool: Pool, pages: int, page_tokens: int, s
         stored += part.stored_bytes
     if buffer != len(pool.buffers) or stored != stored_bytes:
         raise Malformed("parts of a record do not cover its buffers and bytes")
-    if pool.bytes(pages, page_tokens) > limits.MAX_RECORD_BYTES:
-        raise LimitExceeded(f"a record of {pool.bytes(pages, page_tokens)} bytes")
+    # No encoder writes more than it was given, so the stored bytes need no limit of their own.
+    if not stored_bytes <= pool.bytes(pages, page_tokens) <= limits.MAX_RECORD_BYTES:
+        raise LimitExceeded(f"a record of {pool.bytes(pages, page_tokens)} bytes, {stored_bytes} stored")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from sglang_persist.config import Size
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.model import Identity, Manifest
 from sglang_persist.plan import Known, SavePlan
-from sglang_persist.store import names, prune, shard
+from sglang_persist.store import names, prune, shard, verify
 from sglang_persist.store.shard import Segment
 
 KEEP = 2
@@ -46,15 +47,28 @@ class Home:
         if self._lock is not None:
             return
         self.fs.make_dir(self.path)
+        # A process that was killed may have made these names without making them durable.
+        for directory in (self.root, self.path.parent.parent, self.path.parent):
+            self.fs.sync_dir(directory)
         self.fs.writable(self.path)
         self._lock = self.fs.lock(self.path / names.LOCK)
-        newest, _ = shard.newest(self.fs, self.path)
-        if newest and newest.generation != self.generation:
-            # Another writer was here since we looked: build on what it wrote.
-            self.manifest, self.segments, self.known = newest, {}, {}
-        for segment in self.open_segments([]).values():
-            segment.close()
-        self.sweep()
+        try:
+            newest, _ = shard.newest(self.fs, self.path)
+            if newest and newest.generation != self.generation:
+                # Another writer was here since we looked: build on what it wrote.
+                self.manifest, self.segments, self.known = newest, {}, {}
+            for segment in self.open_segments([]).values():
+                segment.close()
+            self.sweep()
+        except BaseException:
+            self.close()  # whoever tries again starts from the beginning
+            raise
+
+    def room(self, max_bytes: Size, min_free: Size) -> int:
+        """Bytes by which the store may grow: within its budget, and leaving the file system what it must keep free."""
+        free, total = self.fs.space(self.root)
+        used = verify.store_bytes(self.fs, self.root)[1]
+        return min(max_bytes.of(total) - used, free - min_free.of(total))
 
     def open_segments(self, errors: list[str]) -> dict[bytes, Segment]:
         """Open every segment of the chosen generation and learn its index; what cannot be opened is in `errors`."""
@@ -64,6 +78,10 @@ class Home:
                 found = shard.open_segment(self.fs, self.path, ref.id, ref)
             except (FormatError, StoreError) as error:
                 errors.append(str(error))
+                continue
+            if found.index.namespace != self.namespace:
+                found.close()
+                errors.append(f"{found.path}: belongs to namespace {found.index.namespace.hex()}")
                 continue
             found.index.bad |= self.segments[ref.id].bad if ref.id in self.segments else set()
             opened[ref.id] = found

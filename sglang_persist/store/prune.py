@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_persist.errors import FormatError, StoreBusy, StoreError
+from sglang_persist.errors import ChecksumMismatch, FormatError, NotOurs, StoreBusy, StoreError, Truncated
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.model import Manifest
 from sglang_persist.store import names, shard
+
+#: Nobody will ever read a manifest with one of these, so the segments that only it names are of no use.
+DAMAGED = (ChecksumMismatch, NotOurs, Truncated)
 
 
 @dataclass
@@ -25,6 +28,8 @@ class PrunePlan:
     files: list[Path] = field(default_factory=list)
     bytes: dict[Path, int] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    #: Of a file, the manifests that name it and must be gone first.
+    after: dict[Path, list[Path]] = field(default_factory=dict)
 
     @property
     def freed_bytes(self) -> int:
@@ -38,6 +43,8 @@ class _Shard:
     sizes: dict[str, int]
     manifests: dict[int, Manifest]
     unreadable: list[str]
+    #: There is a manifest that cannot be read now, here or by this version, though it may be sound: its segments stay.
+    unsure: bool = False
 
     def drop(self, generations: Iterable[int], plan: PrunePlan, leftovers: bool) -> None:
         """Add to the plan: these generations' manifests, and the segments that only they name."""
@@ -46,10 +53,14 @@ class _Shard:
         named = {ref.id for g in going for ref in self.manifests[g].segments}
         for generation in sorted(going):
             plan.manifests.append(self.path / names.manifest(generation))
+            for ref in self.manifests[generation].segments:
+                plan.after.setdefault(self.path / names.segment(ref.id), []).append(plan.manifests[-1])
         for name in self.sizes:
             segment = names.segment_of(name)
-            unnamed = segment is not None and segment not in kept and (segment in named or leftovers)
-            if unnamed or (leftovers and names.TEMPORARY.fullmatch(name)):
+            gone = segment in named or (leftovers and not self.unsure)
+            if (segment is not None and segment not in kept and gone) or (
+                leftovers and names.TEMPORARY.fullmatch(name)
+            ):
                 plan.files.append(self.path / name)
         plan.kept += self.unreadable
         plan.bytes.update({self.path / n: size for n, size in self.sizes.items()})
@@ -61,7 +72,9 @@ def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
         try:
             found.manifests[generation] = shard.load_manifest(fs, path, generation)
         except (FormatError, StoreError) as error:
-            found.unreadable.append(str(error))
+            if fs.exists(path / names.manifest(generation)):
+                found.unreadable.append(str(error))
+                found.unsure |= not isinstance(error, DAMAGED)
     return found
 
 
@@ -98,11 +111,18 @@ def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = No
     Returns the locks of all shards that no server holds, to be released once the plan was executed.
     """
     locks: list[Lock] = []
-    shards = [_read(fs, path, _busy(fs, path, locks)) for path in names.shard_dirs(fs, root)]
+    shards: list[_Shard] = []
+    problems: list[str] = []
+    for path in names.shard_dirs(fs, root):
+        try:
+            shards.append(_read(fs, path, _busy(fs, path, locks)))
+        except StoreError as error:
+            problems.append(str(error))
     going = {s.path: set(_surplus(fs, s, keep)) for s in shards}
+    current = {s.path: _newest(fs, s) for s in shards if s.busy}
 
     def build() -> PrunePlan:
-        plan = PrunePlan()
+        plan = PrunePlan(kept=list(problems))
         for s in shards:
             s.drop(going[s.path], plan, leftovers=not s.busy)
         return plan
@@ -112,21 +132,32 @@ def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = No
         return plan, locks
     total = sum(sum(s.sizes.values()) for s in shards)
     order = sorted(
-        {(m.created, s.path.parent, g) for s in shards for g, m in s.manifests.items() if not _current(s, g)},
+        {
+            (m.created, s.path.parent, g)
+            for s in shards
+            for g, m in s.manifests.items()
+            if g not in current.get(s.path, ())
+        },
         key=lambda entry: (entry[0], str(entry[1]), entry[2]),
     )
     for _, cut, generation in order:
         if total - plan.freed_bytes <= max_bytes:
             break
         for s in shards:
-            if s.path.parent == cut and generation in s.manifests and not _current(s, generation):
+            if s.path.parent == cut and generation in s.manifests and generation not in current.get(s.path, ()):
                 going[s.path].add(generation)
         plan = build()
     return plan, locks
 
 
-def _current(s: _Shard, generation: int) -> bool:
-    return s.busy and generation == max(s.manifests)
+def _newest(fs: FileSystem, one: _Shard) -> set[int]:
+    """The newest complete generation and those above it, which other ranks may be about to complete."""
+    out: set[int] = set()
+    for generation in sorted(one.manifests, reverse=True):
+        out.add(generation)
+        if shard.is_complete(fs, one.path, one.manifests[generation]):
+            break
+    return out
 
 
 def _busy(fs: FileSystem, path: Path, locks: list[Lock]) -> bool:
@@ -141,17 +172,22 @@ def execute(fs: FileSystem, plan: PrunePlan) -> tuple[list[Path], list[str]]:
     """Delete what the plan names: (deleted, why others were not)."""
     deleted: list[Path] = []
     errors: list[str] = []
+    held: set[Path] = set()  # manifests that may still be there after a power cut
     for batch in (plan.manifests, plan.files):
         for path in batch:
+            if held.intersection(plan.after.get(path, ())):
+                continue
             try:
                 fs.remove(path)
             except StoreError as error:
                 errors.append(str(error))
+                held.add(path)
             else:
                 deleted.append(path)
-        for directory in {p.parent for p in batch}:
+        for directory in dict.fromkeys(p.parent for p in batch):
             try:
                 fs.sync_dir(directory)
             except StoreError as error:
                 errors.append(str(error))
+                held.update(p for p in batch if p.parent == directory)
     return deleted, errors

@@ -31,6 +31,8 @@ def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
         found = manifest.decode(data)
         if found.generation != generation or found.shard != path.name:
             raise Malformed(f"holds generation {found.generation} of {found.shard}")
+        if names.namespace(found.identity) != f"{path.parent.parent.name}/{path.parent.name}":
+            raise Malformed(f"belongs to namespace {names.namespace(found.identity)}")
     except FormatError as error:
         raise error.at(place) from None
     return found

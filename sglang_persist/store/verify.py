@@ -75,7 +75,7 @@ def _foreign(fs: FileSystem, root: Path, shards: list[Path], report: Report) -> 
             path = at / entry.name
             if entry.is_dir and path in ours and path not in shards:
                 walk(path)
-            elif entry.name in IGNORED or path in ours:
+            elif entry.name in IGNORED or path in ours or (entry.is_dir and _new_shard(path, root)):
                 continue
             elif entry.is_dir and _could_be_ours(path, root):
                 walk(path)
@@ -83,6 +83,11 @@ def _foreign(fs: FileSystem, root: Path, shards: list[Path], report: Report) -> 
                 report.add(root, path, "not a file of this store", "foreign")
 
     walk(root)
+
+
+def _new_shard(path: Path, root: Path) -> bool:
+    """A shard that a server has made since we listed them."""
+    return len(path.relative_to(root).parts) == 3 and bool(names.SHARD.fullmatch(path.name))
 
 
 def _could_be_ours(path: Path, root: Path) -> bool:
@@ -169,12 +174,12 @@ def _tree(fs, root: Path, path: Path, manifest: Manifest, indexes, report: Repor
     place = path / names.manifest(manifest.generation)
     if not fs.exists(place):  # retired meanwhile, and its segments with it
         return
-    for ref in manifest.segments:
-        if not fs.exists(path / names.segment(ref.id)):
-            detail = f"generation {manifest.generation} names it, but it is not there"
-            report.add(root, path / names.segment(ref.id), detail, "missing")
-    if names.namespace(manifest.identity) != f"{path.parent.parent.name}/{path.parent.name}":
-        report.add(root, place, f"belongs to namespace {names.namespace(manifest.identity)}", "mismatch")
+    missing = [ref for ref in manifest.segments if not fs.exists(path / names.segment(ref.id))]
+    if missing and not fs.exists(place):  # retired between the two looks
+        return
+    for ref in missing:
+        detail = f"generation {manifest.generation} names it, but it is not there"
+        report.add(root, path / names.segment(ref.id), detail, "missing")
     refused = resolve(manifest, indexes).refused
     if refused and all(ref.id in indexes for ref in manifest.segments):
         detail = ", ".join(f"{count} nodes {reason}" for reason, count in refused.items())

@@ -22,7 +22,7 @@ from sglang_persist.format.segment import IndexBuilder, Part, RecordKey, Segment
 from sglang_persist.fs import FileSystem, NewFile
 from sglang_persist.model import Manifest, Pool
 from sglang_persist.store import names
-from sglang_persist.store.shard import open_segment
+from sglang_persist.store.shard import Segment, open_segment
 
 #: Buffers of a record are coded together until they reach this size: smaller frames decode slower and shrink less.
 PART_BYTES = 64 << 10
@@ -65,14 +65,20 @@ class _OpenSegment:
         self.header = segment.encode_header(self.id, namespace)
         self.index = IndexBuilder(pools, page_tokens)
         self.file: NewFile = fs.create(self.temporary)
-        self.file.write(self.header)
+        try:
+            self.file.write(self.header)
+        except BaseException:
+            self.abort()
+            raise
 
-    def add(self, key: RecordKey, encoded_parts: list[Part], chunks: list) -> int:
+    def add(self, source: RecordKey | tuple[SegmentIndex, int], encoded: Encoded) -> int:
         offset = self.file.bytes
-        for chunk in chunks:
+        for chunk in encoded.chunks:
             self.file.write(chunk)
-        checksum = segment.record_checksum(self.id, self.index.records, chunks)
-        return self.index.add(key, offset, self.file.bytes - offset, checksum, encoded_parts)
+        checksum = segment.record_checksum(self.id, self.index.records, encoded.chunks)
+        if isinstance(source, RecordKey):
+            return self.index.add(source, offset, encoded.stored_bytes, checksum, encoded.parts)
+        return self.index.copy(*source, offset, encoded.stored_bytes, checksum)
 
     def seal(self) -> SegmentIndex:
         stored, raw_bytes, digest = envelope.seal(self.index.body())
@@ -129,16 +135,22 @@ class SegmentWriter:
             self._pending += raw.nbytes
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
-        job = self._encoders.submit(encode_record, self._setting, pool, rows, raw)
+        try:
+            job = self._encoders.submit(encode_record, self._setting, pool, rows, raw)
+        except RuntimeError:  # the writer has stopped since we looked
+            self.sealed.result()
+            raise
         self._queue.put((key, raw.nbytes, job))
 
-    def copy(self, key: RecordKey, parts: list[Part], stored: bytes) -> None:
-        """Queue a record that is encoded already (a rewrite of an older segment)."""
+    def copy(self, index: SegmentIndex, record: int, stored: bytes) -> None:
+        """Queue a record of an older segment, coded as it is. Waits for room: not for the scheduler's thread."""
+        while not self.ready(1.0):
+            pass
         with self._room:
             self._pending += len(stored)
         job: Future = Future()
-        job.set_result(Encoded(parts, [stored], len(stored)))
-        self._queue.put((key, len(stored), job))
+        job.set_result(Encoded([], [stored], len(stored)))
+        self._queue.put(((index, record), len(stored), job))
 
     def seal(self) -> Future:
         """No more records: the future is done when all segments are durable, or holds what went wrong."""
@@ -156,11 +168,11 @@ class SegmentWriter:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None and not self._stop:
-                key, size, job = item
+                source, size, job = item
                 encoded: Encoded = job.result()
                 if self._open is None:
                     self._open = self._new()
-                self.placed.append((self._open.id, self._open.add(key, encoded.parts, encoded.chunks)))
+                self.placed.append((self._open.id, self._open.add(source, encoded)))
                 if self._open.file.bytes >= self._segment_bytes:
                     self._seal_open()
                 with self._room:
@@ -211,3 +223,11 @@ def commit(fs: FileSystem, path: Path, m: Manifest) -> int:
         raise
     fs.sync_dir(path)
     return len(data)
+
+
+def merge(writer: SegmentWriter, opened: dict[bytes, Segment], records: list[tuple[bytes, int]]) -> dict:
+    """Rewrite these records into new segments: where each of them is now. Raises FormatError, StoreError."""
+    for name, record in records:
+        writer.copy(opened[name].index, record, opened[name].read(record))
+    writer.seal().result()
+    return dict(zip(records, writer.placed, strict=True))

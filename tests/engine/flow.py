@@ -1,0 +1,74 @@
+"""Runs save and restore over real trees and pools, as the runtime does, to their end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import real
+
+from sglang_persist import config
+from sglang_persist.fs import REAL
+from sglang_persist.restore import RestoreResult, restore
+from sglang_persist.save import SaveRequest, SaveResult, save
+from sglang_persist.store.home import Home
+
+SHARD = "dp0-adp0-pp0-cp0-tp0"
+# How full the machine is that runs the tests is not their subject.
+SETTINGS = config.load({"SGLANG_PERSIST_MIN_FREE": "0"})
+
+
+def settings(**changes):
+    return replace(SETTINGS, **changes)
+
+
+def home(root: Path, fs=REAL) -> Home:
+    return Home(fs, root, real.IDENTITY, SHARD)
+
+
+def begin(e: real.Engine, at: Home, deadline=None, using=SETTINGS):
+    request = SaveRequest(at.next_generation(), "manual", (SHARD,), deadline)
+    return save(e.tree, e.pages, at, real.IDENTITY, request, using)
+
+
+def advance(job, slices: int) -> None:
+    """Run until so many slices of work were done: the plan, then a record each."""
+    while slices:
+        waiting = next(job)
+        if waiting is None:
+            slices -= 1
+        else:
+            waiting(5)
+
+
+def finish(job) -> SaveResult:
+    try:
+        while True:
+            waiting = next(job)
+            if waiting is not None:
+                waiting(5)
+    except StopIteration as done:
+        return done.value
+
+
+def snapshot(e: real.Engine, at: Home, deadline=None, using=SETTINGS) -> SaveResult:
+    return finish(begin(e, at, deadline, using))
+
+
+def load(e: real.Engine, at: Home, timeout: float = 60, using=SETTINGS) -> RestoreResult:
+    """What a start does: choose a generation and restore it. Leaves `at` as a writer would find it."""
+    at.find()
+    result = RestoreResult()
+    for _ in restore(e.tree, e.pages, at, using, time.monotonic() + timeout, result):
+        pass
+    return result
+
+
+def restart(root: Path, held: int = 0, timeout: float = 60, using=SETTINGS, **kind):
+    """(a new engine, its home, the result of restoring into it). `held` slots are taken first, to shift numbering."""
+    e = real.engine(**kind)
+    if held:
+        e.allocator.alloc(held)
+    at = home(root)
+    return e, at, load(e, at, timeout, using)
