@@ -1,8 +1,10 @@
 # Sourced by the scripts beside it. Leaves $root and $venv set, with the package, its engine and its test tools in $venv.
 # Costs one hash when nothing changed. SGLANG_PERSIST_ENGINE=VERSION asks for another engine, in a .venv-VERSION of its own.
 
-# Without compiled modules the engine starts in minutes instead of seconds.
+# Without compiled modules the engine starts in minutes instead of seconds: they are compiled once, when it is installed,
+# because whoever starts a server from this environment may forbid Python to write them.
 unset PYTHONDONTWRITEBYTECODE
+export UV_COMPILE_BYTECODE=1 UV_COMPILE_BYTECODE_TIMEOUT=0
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 engine="${SGLANG_PERSIST_ENGINE:-}"

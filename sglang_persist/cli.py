@@ -36,6 +36,10 @@ def _size(count: float | None) -> str:
     return f"{count:.1f} TiB"
 
 
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _when(unix: float | None) -> str:
     return "-" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
 
@@ -197,7 +201,7 @@ def verify(directory: str, deep: bool, as_json: bool) -> None:
     }  # fmt: skip
 
     def text() -> None:
-        verdict = "sound" if data["ok"] else f"{len(found.findings)} findings"
+        verdict = "sound" if data["ok"] else _plural(len(found.findings), "finding")
         click.echo(
             f"{root}: {verdict}; {found.segments} segments, {_count(found.frames)} records, {_size(found.bytes)}, "
             f"{found.leftovers} leftovers"

@@ -13,7 +13,6 @@
         ChecksumMismatch  bytes changed after they were written
         Malformed         fields contradict each other
         LimitExceeded     a declared size is above what a reader accepts
-      Incompatible        sound, but of another model or layout              exit 7
       EngineError
         EngineUnreachable no server answers, or it answers nonsense          exit 8
         EngineOff         the server runs without persistence                exit 9
@@ -108,11 +107,6 @@ class Malformed(FormatError):
 
 class LimitExceeded(FormatError):
     kind = "limit"
-
-
-class Incompatible(PersistError):
-    exit_code = 7
-    reason = "model_changed"
 
 
 class EngineError(PersistError):

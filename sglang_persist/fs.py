@@ -199,11 +199,6 @@ class FileSystem:
         with _place(path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
-    def remove_dir(self, path: Path) -> None:
-        """Deletes a directory if it is empty."""
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
-
     def sync_dir(self, path: Path) -> None:
         with _place(path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

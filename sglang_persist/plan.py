@@ -206,6 +206,7 @@ def _same(content: Content, start: int, at: int, pages: int, index: SegmentIndex
     tokens = content.tokens[at * page_tokens : (at + pages) * page_tokens + extra]
     return (
         index.page_tokens == page_tokens
+        and index.pool[record] == 0
         and index.spaces[index.space[record]] == content.space
         and int(index.start[record]) + first * page_tokens == start + at * page_tokens
         and np.array_equal(tokens, index.page_tokens_of(record, first, pages))
@@ -305,27 +306,34 @@ def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
 
 
 def _chain(m: Manifest, node: Node, start: int, key: bytes, segments: Mapping[bytes, SegmentIndex]):
-    """(None, hash key of the node's last page), or (reason, b"")."""
+    """(None, hash key of the node's last page), or (reason, b"").
+
+    Pieces of pool 0 cover the node, so their page hashes are the node's; those of other pools must have the same.
+    """
+    keys: list[np.ndarray] = []
     for piece in node.pieces:
-        if piece.pool != 0:
-            continue
-        index = segments.get(piece.segment)
-        if index is None:
+        index, record, first = segments.get(piece.segment), piece.record, piece.first
+        if index is None or record >= index.records or first + piece.pages > index.pages[record] or record in index.bad:
             return "damaged", b""
-        record, first = piece.record, piece.first
-        if record >= index.records or first + piece.pages > index.pages[record] or record in index.bad:
-            return "damaged", b""
-        page = int(index.first_page[record]) + first
-        before = index.page_hash[page - 1].tobytes() if first else index.parent[record, :KEY_BYTES].tobytes()
         if (
             index.page_tokens != m.page_tokens
             or index.pools != m.pools
+            or index.pool[record] != piece.pool
             or index.spaces[index.space[record]] != m.spaces[node.space]
             or int(index.start[record]) + first * m.page_tokens != start + piece.at * m.page_tokens
-            or before != key
         ):
             return "damaged", b""
-        key = index.page_hash[page + piece.pages - 1].tobytes()
+        page = int(index.first_page[record]) + first
+        own = index.page_hash[page : page + piece.pages]
+        if piece.pool != 0:
+            if not np.array_equal(own, np.concatenate(keys)[piece.at : piece.at + piece.pages]):
+                return "damaged", b""
+            continue
+        before = index.page_hash[page - 1].tobytes() if first else index.parent[record, :KEY_BYTES].tobytes()
+        if before != key:
+            return "damaged", b""
+        keys.append(own)
+        key = own[-1].tobytes()
     return None, key
 
 

@@ -5,7 +5,6 @@ Without a directory only two hooks are installed, in the launcher: one adds the 
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -13,8 +12,7 @@ import sys
 
 from sglang_persist import config
 from sglang_persist.errors import SettingError
-
-logger = logging.getLogger("sglang_persist")
+from sglang_persist.log import logger
 
 
 def register() -> None:

@@ -8,7 +8,6 @@ commit   segments durable, then the manifest: its rename is the moment from whic
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,14 +17,13 @@ import numpy as np
 
 from sglang_persist.errors import FormatError, StoreError, StoreFull
 from sglang_persist.format.segment import RecordKey, SegmentIndex
+from sglang_persist.log import logger
 from sglang_persist.model import HASH_BYTES, Identity, Manifest, SegmentRef
 from sglang_persist.plan import RecordPlan, Settled, plan_merge, plan_save, select, settle
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.store.writer import SegmentWriter, commit, merge
-
-logger = logging.getLogger("sglang_persist")
 
 #: What a step waits for: called with a timeout in seconds. None: the step did work of its own.
 Waiting = Callable[[float], object] | None
@@ -73,9 +71,7 @@ def save(
     nodes = select(tree.nodes(), settings.hottest, settings.min_tokens)
     # A layout that changed without its revision changing must not be mixed with ours.
     segments = {k: index for k, index in home.segments.items() if index.pools == pages.pools}
-    plan = plan_save(
-        nodes, tree.content, home.known, segments, tree.page_tokens, record_pages(pages, tree.page_tokens)
-    )
+    plan = plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, record_pages(pages, tree.page_tokens))
     if not nodes or (not plan.records and home.is_current(plan)):
         # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
         tokens = home.manifest.tokens if home.manifest else 0
@@ -109,10 +105,12 @@ def save(
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
         written = list(writer.indexes)
         manifest, new_bytes = yield from _finish(
-            _in_thread(
-                lambda: _commit(home, settled, written, new_writer, pages, tree.page_tokens, identity, request)
-            )
+            _in_thread(lambda: _commit(home, settled, written, new_writer, pages, tree.page_tokens, identity, request))
         )
+    except (StoreError, FormatError):
+        # Segments that are durable already, but that no manifest will name.
+        yield from _finish(_in_thread(home.sweep))
+        raise
     finally:
         writer.abort()
     home.adopt(manifest, settled.known, written)
@@ -171,7 +169,10 @@ def _commit(
         left_out_tokens=settled.left_out_tokens,
     )
     new_bytes += commit(home.fs, home.path, manifest)
-    home.retire()
+    try:
+        home.retire()
+    except StoreError as error:  # the generation counts all the same
+        logger.warning("older generations were not retired: %s", error)
     return manifest, new_bytes
 
 

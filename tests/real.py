@@ -46,7 +46,8 @@ class Engine:
         prefix = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())[:matched]
         new = self.allocator.alloc(len(key) - matched).clone()
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer.view(torch.uint8)[new] = torch.randint(0, 256, buffer.view(torch.uint8)[new].shape, dtype=torch.uint8)
+            rows = buffer.view(torch.uint8)
+            rows[new] = torch.randint(0, 256, rows[new].shape, dtype=torch.uint8)
         value = torch.cat([prefix, new])
         self.cache.insert(InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched))
         return key
@@ -100,7 +101,8 @@ class Engine:
 
 
 def engine(
-    core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru", locked=()
+    core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru",
+    locked=(),
 ) -> Engine:
     pool = MHATokenToKVPool(
         size=size, page_size=page, dtype=dtype, head_num=heads, head_dim=dim, layer_num=layers, device="cpu",

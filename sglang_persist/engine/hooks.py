@@ -7,14 +7,12 @@ could not apply and goes on without it, but half a plugin would be wrong.
 from __future__ import annotations
 
 import functools
-import logging
 import pkgutil
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_persist.config import Settings
-
-logger = logging.getLogger("sglang_persist")
+from sglang_persist.log import logger
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PARTS = "sglang.srt.managers.scheduler_components."

@@ -6,7 +6,6 @@ they are asked first (SIGUSR2) and waited for, never longer than the shutdown ti
 
 from __future__ import annotations
 
-import logging
 import signal
 
 import psutil
@@ -14,8 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_persist import config
 from sglang_persist.errors import SettingError
-
-logger = logging.getLogger("sglang_persist")
+from sglang_persist.log import logger
 
 
 def _run_http_server(original, *args, **kwargs):

@@ -6,7 +6,6 @@ as an exception in the engine.
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections import Counter
@@ -21,12 +20,11 @@ from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, Unsupported
 from sglang_persist.fs import REAL, FileSystem
+from sglang_persist.log import logger
 from sglang_persist.restore import RestoreResult, restore
 from sglang_persist.save import SaveRequest, SaveResult, save
 from sglang_persist.store import names, shard, verify
 from sglang_persist.store.home import Home
-
-logger = logging.getLogger("sglang_persist")
 
 #: How long one pass of the scheduler's loop may work on a snapshot.
 BUSY_SLICE, IDLE_SLICE = 0.005, 0.05

@@ -5,6 +5,7 @@ fixed header (magic, version, sizes, digest, checksum) | body (a checked msgpack
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import asdict
 from itertools import pairwise
@@ -81,7 +82,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _from_body(body: dict) -> Manifest:
-    field, _column = envelope.field, envelope.column
+    field = envelope.field
     shards = field(body, "shards", list)
     if len(shards) > limits.MAX_SHARDS or not all(isinstance(s, str) for s in shards):
         raise LimitExceeded("shards")
@@ -95,9 +96,15 @@ def _from_body(body: dict) -> Manifest:
     identity = field(body, "identity", dict)
     if not _is_json(identity):
         raise Malformed("the identity is not plain text, numbers, lists and maps")
+    counts = {n: field(body, n, int) for n in ("generation", "tokens", "raw_bytes", "stored_bytes", "left_out_tokens")}
+    created = float(field(body, "created", (int, float)))
+    if min(counts.values()) < 0 or not math.isfinite(created):
+        raise Malformed("a count is negative, or the time is none")
+    if counts["tokens"] != sum(n.pages for n in nodes) * page_tokens:
+        raise Malformed("the number of tokens is not that of the nodes")
     return Manifest(
-        generation=field(body, "generation", int),
-        created=float(field(body, "created", (int, float))),
+        **counts,
+        created=created,
         reason=field(body, "reason", str),
         shard=body["shard"],
         shards=tuple(shards),
@@ -107,10 +114,6 @@ def _from_body(body: dict) -> Manifest:
         spaces=spaces,
         segments=segments,
         nodes=nodes,
-        tokens=field(body, "tokens", int),
-        raw_bytes=field(body, "raw_bytes", int),
-        stored_bytes=field(body, "stored_bytes", int),
-        left_out_tokens=field(body, "left_out_tokens", int),
     )
 
 

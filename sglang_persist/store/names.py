@@ -15,8 +15,8 @@ from sglang_persist.model import Identity
 
 MODEL = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{16}")
 CUT = re.compile(r"[0-9a-f]{16}")
-SHARD = re.compile(r"dp\d+(?:-[a-z]+\d+)+")
-MANIFEST = re.compile(r"gen-(\d{10})\.kvm")
+SHARD = re.compile(r"dp[0-9]+(?:-[a-z]+[0-9]+)+")
+MANIFEST = re.compile(r"gen-([0-9]{10})\.kvm")
 SEGMENT = re.compile(r"seg-([0-9a-f]{32})\.kvs")
 TEMPORARY = re.compile(r"tmp-.+")
 LOCK = "LOCK"

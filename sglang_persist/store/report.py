@@ -32,7 +32,8 @@ def inspect(fs: FileSystem, root: Path) -> tuple[dict, list[str]]:
 
 def _namespace(cut: Path, found: dict[tuple, list[Manifest]]) -> dict:
     newest = max((m for parts in found.values() for m in parts), key=lambda m: m.created)
-    identity, topology = newest.identity, newest.identity.cut.get("topology", {})
+    identity, topology = newest.identity, newest.identity.cut.get("topology")
+    topology = topology if isinstance(topology, dict) else {}
     dp = {names.replica(m.shard) for parts in found.values() for m in parts}
     return {
         "name": f"{cut.parent.name}/{cut.name}",

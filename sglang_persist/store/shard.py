@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_persist.errors import ChecksumMismatch, FormatError, Malformed, StoreError, Truncated
+from sglang_persist.errors import ChecksumMismatch, FormatError, LimitExceeded, Malformed, StoreError, Truncated
 from sglang_persist.format import codec, limits, manifest, segment
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, ReadFile
@@ -25,12 +25,12 @@ def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
     place = path / names.manifest(generation)
     with fs.open(place) as file:
         if file.bytes > limits.MAX_INDEX_BYTES:
-            raise Truncated(f"a manifest of {file.bytes} bytes", place)
+            raise LimitExceeded(f"a manifest of {file.bytes} bytes", place)
         data = file.read(0, file.bytes)
     try:
         found = manifest.decode(data)
         if found.generation != generation or found.shard != path.name:
-            raise Malformed(f"holds generation {found.generation} of {found.shard}")
+            raise Malformed(f"holds generation {found.generation} of {found.shard!r}")
         if names.namespace(found.identity) != f"{path.parent.parent.name}/{path.parent.name}":
             raise Malformed(f"belongs to namespace {names.namespace(found.identity)}")
     except FormatError as error:

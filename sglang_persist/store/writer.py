@@ -146,6 +146,8 @@ class SegmentWriter:
         """Queue a record of an older segment, coded as it is. Waits for room: not for the scheduler's thread."""
         while not self.ready(1.0):
             pass
+        if self.sealed.done():
+            self.sealed.result()
         with self._room:
             self._pending += len(stored)
         job: Future = Future()

@@ -19,8 +19,11 @@ from sglang_persist.errors import from_os_error
 from sglang_persist.fs import FileSystem, Lock, NewFile
 
 #: What a power cut makes of names and bytes that were not synced.
-ALL_LOST, NAMES_SURVIVE, NAMES_SURVIVE_TORN, KILLED = "all-lost", "names-survive", "names-survive-torn", "killed"
-AFTERMATHS = (ALL_LOST, NAMES_SURVIVE, NAMES_SURVIVE_TORN, KILLED)
+ALL_LOST, NAMES_SURVIVE, NAMES_SURVIVE_TORN = "all-lost", "names-survive", "names-survive-torn"
+#: Names need not reach the disk in the order of the calls: of each directory only the last change did.
+LAST_NAME_SURVIVES = "last-name-survives"
+KILLED = "killed"
+AFTERMATHS = (ALL_LOST, NAMES_SURVIVE, NAMES_SURVIVE_TORN, LAST_NAME_SURVIVES, KILLED)
 
 #: Calls that need space or a writable disk; deleting works on a full one.
 GROWING = ("make_dir", "create", "write", "sync", "rename")
@@ -77,6 +80,7 @@ class SimFs(FileSystem):
         self.safe_bytes: dict[int, bytes] = {}
         self._serials = itertools.count()
         self._files: dict[Path, int] = {}
+        self._last_change: dict[Path, dict[str, int | None]] = {}
         self._plan: Callable[[int, str, Path, Callable[[], None]], None] = lambda *_: None
 
     # ------------------------------------------------------------------------------------- what goes wrong
@@ -120,6 +124,7 @@ class SimFs(FileSystem):
 
     def born(self, path: Path) -> int:
         self._files[path] = serial = next(self._serials)
+        self._last_change[path.parent] = {path.name: serial}
         return serial
 
     # ------------------------------------------------------------------------------------------- the calls
@@ -143,16 +148,19 @@ class SimFs(FileSystem):
     def rename(self, source: Path, target: Path) -> None:
         self.count("rename", target)
         super().rename(source, target)
-        self._files[target] = self._files.pop(source)
+        self._files[target] = serial = self._files.pop(source)
+        self._last_change[target.parent] = {source.name: None, target.name: serial}
 
     def remove(self, path: Path) -> None:
         self.count("remove", path)
         super().remove(path)
-        self._files.pop(path, None)
+        if self._files.pop(path, None) is not None:
+            self._last_change[path.parent] = {path.name: None}
 
     def sync_dir(self, path: Path) -> None:
         self.count("sync_dir", path)
         self.safe_names[path] = self._names(KILLED, path)
+        self._last_change.pop(path, None)
 
     def lock(self, path: Path) -> SimLock:
         self.count("lock", path)
@@ -200,4 +208,8 @@ class SimFs(FileSystem):
     def _names(self, aftermath: str, source: Path) -> dict[str, int | None]:
         if aftermath == ALL_LOST:
             return self.safe_names.get(source, {})
+        if aftermath == LAST_NAME_SURVIVES:
+            changed = self._last_change.get(source, {})
+            names = {**self.safe_names.get(source, {}), **changed}
+            return {name: serial for name, serial in names.items() if changed.get(name, 0) is not None}
         return {e.name: None if e.is_dir() else self._files.get(source / e.name) for e in os.scandir(source)}

@@ -150,5 +150,6 @@ def test_the_model_loses_what_was_not_synced(tmp_path):
         ALL_LOST: {"a": b""},
         "names-survive": {"b": b""},
         "names-survive-torn": {"b": b"1234"},
+        "last-name-survives": {"b": b""},
         KILLED: {"b": b"12345678"},
     }
