@@ -9,11 +9,13 @@ Nothing is inserted before all of its bytes were verified; a node that fails tak
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,8 @@ class RestoreResult:
     total_tokens: int = 0
     refused: Counter = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    #: Over the inserted nodes in order: ranks with equal digests have equal trees.
+    digest: Any = field(default_factory=hashlib.sha256)
 
 
 def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult) -> Iterator[None]:
@@ -117,19 +121,19 @@ def _insert(tree, pages, home: Home, resolved: Resolved, plan: LoadPlan, slots, 
         reason = failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in ids else None)
         if reason is None:
             own = node_tokens(m, node, home.segments)
-            if node.parent >= 0:
-                own = np.concatenate([path_tokens[node.parent], own[space.extra_tokens :]])
-            path_tokens[i] = own
+            path = np.concatenate([path_tokens[node.parent], own[space.extra_tokens :]]) if node.parent >= 0 else own
+            path_tokens[i] = path
             chain, up = [], i
             while up >= 0:
                 chain.append(slots[at[up][0] : at[up][1]])
                 up = m.nodes[up].parent
             start = resolved.start[i]
-            found = tree.insert(space, own, chain[::-1], start)
+            found = tree.insert(space, path, chain[::-1], start)
             if found is None:
                 reason = "not_taken"
             else:
                 ids[i] = found
+                result.digest.update(repr((space, start)).encode() + own.astype("<i8").tobytes())
                 home.known[found] = Known(start, start + node.pages * m.page_tokens, space, node.pieces)
                 result.tokens += node.pages * m.page_tokens
         if reason:

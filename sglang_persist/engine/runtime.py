@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_persist.config import Settings
-from sglang_persist.engine import identity
+from sglang_persist.engine import identity, ranks
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, Unsupported
@@ -70,23 +70,40 @@ class Persistence:
         """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
         try:
             self._open()
+            self.why_off = None
+            self._restore()
         except Unsupported as error:
             self._turn_off(error.reason, str(error))
-            return
         except Exception as error:
-            logger.exception("persistence stays off")
-            self._turn_off(getattr(error, "reason", "internal_error"), str(error))
+            logger.exception("not restored")
+            reason = getattr(error, "reason", "internal_error")
+            if self.why_off:
+                self._turn_off(reason, str(error))
+            else:
+                self._cold(reason, str(error))
+                self.restore_state = "aborted"
+        self._agree()
+        if self.why_off:
             return
-        try:
-            self._restore()
-        except Exception as error:
-            logger.exception("restore failed")
-            self._cold(getattr(error, "reason", "internal_error"), str(error))
-            self.restore_state = "aborted"
-        self.why_off = None
         self._check_writable()
         if self.settings.interval > 0:
             self._next_due = time.monotonic() + self.settings.interval
+
+    def _agree(self) -> None:
+        """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
+        mine = (self.why_off, self.home.generation if self.home else 0, self.restored.digest.hexdigest())
+        others = ranks.gather(get_parallel(), getattr(self, "shards", None), mine)
+        if all(other == mine for other in others):
+            return
+        if self.tree is not None and self.restored.tokens:
+            self.scheduler.tree_cache.reset()
+            self.scheduler.token_to_kv_pool_allocator.clear()
+            self.home.known.clear()
+            self.restored.tokens = 0
+        self._cold("ranks_disagree", f"this rank {mine}, all {others}")
+        off = next((why for why, _, _ in others if why), None)
+        if off and not self.why_off:
+            self._turn_off(off, "another rank of this engine is off")
 
     def _open(self) -> None:
         scheduler, parallel = self.scheduler, get_parallel()
@@ -130,6 +147,8 @@ class Persistence:
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
             self.restore_state = "done"
             return
+        if self.settings.restore == "background":
+            logger.info("restoring in the background comes in a later version: this start waits")
         began = time.monotonic()
         self.restore_state = "running"
         deadline = began + self.settings.restore_timeout

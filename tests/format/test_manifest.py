@@ -76,10 +76,12 @@ def manifests(draw):
     records = st.integers(1, limits.MAX_RECORDS)
     segments = tuple(SegmentRef(i, draw(COUNT), draw(st.binary(min_size=16, max_size=16)), draw(records)) for i in ids)
     shards = tuple(draw(st.lists(TEXT, min_size=1, max_size=3)))
+    page_tokens, tree = draw(st.integers(1, 65536)), draw(nodes(len(spaces), len(pools), segments))
+    created = draw(st.floats(allow_nan=False, allow_infinity=False))
     return Manifest(
-        draw(COUNT), draw(st.floats(allow_nan=False)), draw(TEXT), draw(st.sampled_from(shards)), shards,
-        draw(st.integers(1, 65536)), Identity(draw(MAP), draw(MAP), draw(MAP)), pools, spaces, segments,
-        draw(nodes(len(spaces), len(pools), segments)), draw(COUNT), draw(COUNT), draw(COUNT), draw(COUNT),
+        draw(COUNT), created, draw(TEXT), draw(st.sampled_from(shards)), shards,
+        page_tokens, Identity(draw(MAP), draw(MAP), draw(MAP)), pools, spaces, segments, tree,
+        sum(n.pages for n in tree) * page_tokens, draw(COUNT), draw(COUNT), draw(COUNT),
     )  # fmt: skip
 
 
@@ -219,6 +221,10 @@ BODY = {
     "too many shards": (member("shards", ["dp0-tp0"] * (limits.MAX_SHARDS + 1)), LimitExceeded, "shards"),
     "page tokens zero": (member("page_tokens", 0), LimitExceeded, "pages of 0"),
     "page tokens huge": (member("page_tokens", 65537), LimitExceeded, "pages of 65537"),
+    "generation negative": (member("generation", -1), Malformed, "negative"),
+    "raw bytes negative": (member("raw_bytes", -1), Malformed, "negative"),
+    "created never": (member("created", float("nan")), Malformed, "negative, or the time"),
+    "tokens of another tree": (member("tokens", 4), Malformed, "not that of the nodes"),
     "identity a list": (member("identity", []), Malformed, "'identity'"),
     "identity without model": (member("identity", {"cut": {}, "soft": {}}), Malformed, "'model'"),
     "identity without cut": (member("identity", {"model": {}, "soft": {}}), Malformed, "'cut'"),
