@@ -61,10 +61,13 @@ class Client:
         wanted = {s["rank"]: s["snapshot"]["requested"] for s in ranks}
         while wait and any(s["snapshot"]["last_request"] < wanted[s["rank"]] for s in ranks):
             self._require_on(ranks)
+            if any(s["snapshot"]["requested"] < wanted[s["rank"]] for s in ranks):
+                raise SnapshotFailed(f"{self.url}: the server was restarted meanwhile")
             progress(ranks)
             time.sleep(POLL_S)
             ranks = self.status()
-        failed = [f"rank {s['rank']}: {s['snapshot']['last_error']}" for s in ranks if s["snapshot"]["last_error"]]
+        errors = {s["rank"]: s["snapshot"]["last_request_error"] for s in ranks}
+        failed = [f"rank {rank}: {error}" for rank, error in errors.items() if error]
         if wait and failed:
             raise SnapshotFailed(f"{self.url}: {'; '.join(failed)}")
         return [_result(s) for s in ranks]

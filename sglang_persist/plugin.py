@@ -26,6 +26,9 @@ def register() -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
     if multiprocessing.parent_process() is not None:
+        # A scheduler; or a process of the user's, who makes an Engine in it.
+        if "sglang.srt.entrypoints.engine" in sys.modules:
+            _install_launcher()
         if _directory_given():
             _install_scheduler()
         return

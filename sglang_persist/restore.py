@@ -53,10 +53,14 @@ def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, res
         return
     at = _layout(plan, resolved, tree.page_tokens)
     failed: dict[int, str] = {}
+    inserted: dict[int, int] = {}
     try:
         yield from _load(tree, pages, plan, opened, slots, at, settings, deadline, failed, result)
-        _insert(tree, pages, home, resolved, plan, slots, at, failed, result)
+        _insert(tree, home, resolved, plan, slots, at, failed, inserted, result)
     finally:
+        for i, (begin, end) in at.items():
+            if i not in inserted:  # whatever ended this: no slot is lost
+                pages.free(slots[begin:end])
         for segment in opened.values():
             segment.close()
 
@@ -111,13 +115,11 @@ def _scatter(pages: Pages, index, record: int, raw: np.ndarray, uses, slots, at,
         pages.scatter(int(index.pool[record]), target, raw, rows, use.first * page_tokens)
 
 
-def _insert(tree, pages, home: Home, resolved: Resolved, plan: LoadPlan, slots, at, failed, result) -> None:
+def _insert(tree, home: Home, resolved: Resolved, plan: LoadPlan, slots, at, failed, ids, result) -> None:
     m = resolved.manifest
-    ids: dict[int, int] = {}
     path_tokens: dict[int, np.ndarray] = {}
     for i in plan.nodes:
         node, space = m.nodes[i], m.spaces[m.nodes[i].space]
-        begin, end = at[i]
         reason = failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in ids else None)
         if reason is None:
             own = node_tokens(m, node, home.segments)
@@ -138,4 +140,3 @@ def _insert(tree, pages, home: Home, resolved: Resolved, plan: LoadPlan, slots, 
                 result.tokens += node.pages * m.page_tokens
         if reason:
             result.refused[reason] += 1
-            pages.free(slots[begin:end])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sglang_persist.errors import FormatError, StoreError, StoreFull
+from sglang_persist.errors import FormatError, StoreBusy, StoreError, StoreFull
+from sglang_persist.format.codec import Codec, choose
 from sglang_persist.format.segment import RecordKey, SegmentIndex
 from sglang_persist.log import logger
 from sglang_persist.model import HASH_BYTES, Identity, Manifest, SegmentRef
@@ -23,6 +24,7 @@ from sglang_persist.plan import RecordPlan, Settled, plan_merge, plan_save, sele
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment, open_segment
+from sglang_persist.store.verify import store_bytes
 from sglang_persist.store.writer import SegmentWriter, commit, merge
 
 #: What a step waits for: called with a timeout in seconds. None: the step did work of its own.
@@ -49,7 +51,8 @@ class SaveResult:
     new_tokens: int
     new_bytes: int
     seconds: float
-    left_out_tokens: int
+    left_out_tokens: int = 0
+    store_bytes: int | None = None
 
 
 def record_pages(pages: Pages, page_tokens: int) -> int:
@@ -64,10 +67,11 @@ def save(
     """Take a snapshot, as a generator of bounded slices on the scheduler's thread.
 
     Yields None after a slice of work, and something to wait for when only other threads have work left. Returns a
-    SaveResult. Closing it early leaves the store as it was. Raises StoreError and FormatError.
+    SaveResult. Closed early, it leaves the store as it was, or, once it is committing, with the new generation. Raises
+    StoreError and FormatError.
     """
     began = time.monotonic()
-    room = yield from _finish(_in_thread(lambda: _prepare(home, settings)))
+    request, room = yield from _finish(home.run(lambda: _prepare(home, request, settings)))
     nodes = select(tree.nodes(), settings.hottest, settings.min_tokens)
     # A layout that changed without its revision changing must not be mixed with ours.
     segments = {k: index for k, index in home.segments.items() if index.pools == pages.pools}
@@ -75,10 +79,10 @@ def save(
     if not nodes or (not plan.records and home.is_current(plan)):
         # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
         tokens = home.manifest.tokens if home.manifest else 0
-        return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, 0)
-    new_bytes = pages.pools[0].bytes(plan.new_pages, tree.page_tokens)
-    if new_bytes > room:
-        raise StoreFull(f"{home.root}: {new_bytes} bytes of new KV, room for {max(0, room)}")
+        return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began)
+    expected = _expected_bytes(pages, plan.new_pages * tree.page_tokens, settings)
+    if expected > room:
+        raise StoreFull(f"{home.root}: about {expected} bytes of new KV, room for {max(0, room)}")
     yield None
 
     def new_writer() -> SegmentWriter:
@@ -104,19 +108,24 @@ def save(
         places = iter(writer.placed)
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
         written = list(writer.indexes)
-        manifest, new_bytes = yield from _finish(
-            _in_thread(lambda: _commit(home, settled, written, new_writer, pages, tree.page_tokens, identity, request))
+        new_bytes, store_bytes = yield from _finish(
+            home.run(
+                lambda: _commit(
+                    home, settled, written, new_writer, room - expected, pages, tree.page_tokens, identity, request
+                )
+            )
         )
     except (StoreError, FormatError):
         # Segments that are durable already, but that no manifest will name.
-        yield from _finish(_in_thread(home.sweep))
+        yield from _finish(home.run(home.sweep))
         raise
     finally:
         writer.abort()
-    home.adopt(manifest, settled.known, written)
     new_tokens = sum(kept) * tree.page_tokens
-    seconds = time.monotonic() - began
-    return SaveResult(request.generation, settled.tokens, new_tokens, new_bytes, seconds, settled.left_out_tokens)
+    return SaveResult(
+        request.generation, settled.tokens, new_tokens, new_bytes, time.monotonic() - began, settled.left_out_tokens,
+        store_bytes,
+    )  # fmt: skip
 
 
 def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, np.ndarray | None]:
@@ -141,14 +150,17 @@ def _first_pages(key: RecordKey, count: int, page_tokens: int) -> RecordKey:
 
 
 def _commit(
-    home: Home, settled: Settled, written: list[SegmentIndex], new_writer: Callable[[], SegmentWriter], pages: Pages,
-    page_tokens: int, identity: Identity, request: SaveRequest,
-) -> tuple[Manifest, int]:  # fmt: skip
-    """On a worker thread: join segments where that is due, then make the generation count. (manifest, bytes added)."""
+    home: Home, settled: Settled, written: list[SegmentIndex], new_writer: Callable[[], SegmentWriter], room: int,
+    pages: Pages, page_tokens: int, identity: Identity, request: SaveRequest,
+) -> tuple[int, int]:  # fmt: skip
+    """On the store's thread: join segments where that is due and there is room, then make the generation count.
+
+    Returns (bytes added, bytes of the whole store).
+    """
     new_bytes = sum(i.file_bytes for i in written)
     segments = {**home.segments, **{i.id: i for i in written}}
     if request.reason != "shutdown":
-        written += _merge(home, settled, segments, new_writer)
+        written += _merge(home, settled, segments, new_writer, room)
     used = settled.used()
     named = [segments[s] for s in dict.fromkeys(s for s, _ in sorted(used))]
     manifest = Manifest(
@@ -169,20 +181,26 @@ def _commit(
         left_out_tokens=settled.left_out_tokens,
     )
     new_bytes += commit(home.fs, home.path, manifest)
+    # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.
+    home.adopt(manifest, settled.known, written)
     try:
         home.retire()
     except StoreError as error:  # the generation counts all the same
         logger.warning("older generations were not retired: %s", error)
-    return manifest, new_bytes
+    return new_bytes, store_bytes(home.fs, home.root)[1]
 
 
-def _merge(home: Home, settled: Settled, segments: dict, new_writer: Callable[[], SegmentWriter]) -> list[SegmentIndex]:
+def _merge(
+    home: Home, settled: Settled, segments: dict, new_writer: Callable[[], SegmentWriter], room: int
+) -> list[SegmentIndex]:
     """Rewrite what `plan_merge` chooses; the settled tree then refers to the new segments. No merge is no failure."""
     used = settled.used()
     chosen = {i.id for i in plan_merge([segments[s] for s in {s for s, _ in used}], used)}
     if not chosen:
         return []
     records = sorted(r for r in used if r[0] in chosen)
+    if sum(int(segments[s].stored[r]) for s, r in records) > room:
+        return []
     opened: dict[bytes, Segment] = {}
     writer = new_writer()
     try:
@@ -200,10 +218,26 @@ def _merge(home: Home, settled: Settled, segments: dict, new_writer: Callable[[]
     return writer.indexes
 
 
-def _prepare(home: Home, settings) -> int:
-    """On a worker thread: hold the lock, and tell how many bytes the store may still grow by."""
+def _prepare(home: Home, request: SaveRequest, settings) -> tuple[SaveRequest, int]:
+    """On the store's thread: hold the lock, number the generation, and tell by how many bytes the store may grow."""
     home.become_writer()
-    return home.room(settings.max_bytes, settings.min_free)
+    number = home.next_generation()
+    if request.generation < number:
+        # Another server wrote here since ours was numbered. Several ranks cannot renumber one by one.
+        if len(request.shards) > 1:
+            raise StoreBusy(f"{home.path}: generation {request.generation} is taken, the next is {number}")
+        request = replace(request, generation=number)
+    return request, home.room(settings.max_bytes, settings.min_free)
+
+
+def _expected_bytes(pages: Pages, tokens: int, settings) -> int:
+    """What so many new tokens will take on disk: a little more than 16-bit KV really does; other types as they are."""
+    raw = pages.pools[0].bytes(tokens, 1)
+    return (
+        raw * 3 // 4
+        if all(choose(settings.compression, b.dtype) is Codec.ROT16 for b in pages.pools[0].buffers)
+        else raw
+    )
 
 
 def _finish(future: Future) -> Generator[Waiting, None, object]:
@@ -211,10 +245,3 @@ def _finish(future: Future) -> Generator[Waiting, None, object]:
     while not future.done():
         yield lambda timeout: wait([future], timeout)
     return future.result()
-
-
-def _in_thread(work) -> Future:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="persist-commit")
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future

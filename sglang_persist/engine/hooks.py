@@ -18,6 +18,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PARTS = "sglang.srt.managers.scheduler_components."
 _WEIGHTS = _PARTS + "weight_updater.SchedulerWeightUpdaterManager."
 
+#: SGLang's tag for KV memory when it is released and resumed in parts.
+KV_MEMORY = "kv_cache"
 #: The one persistence of this scheduler process, once its loop is about to start.
 _current = None
 _settings: Settings | None = None
@@ -27,10 +29,10 @@ def _guarded(function):
     """A failure of ours is logged and forgotten: the engine goes on."""
 
     @functools.wraps(function)
-    def run(*args):
+    def run(*args, **kwargs):
         if _current is not None:
             try:
-                return function(_current, *args)
+                return function(_current, *args, **kwargs)
             except Exception:
                 logger.exception("persistence: %s failed", function.__name__)
         return None
@@ -57,48 +59,50 @@ def _run_event_loop(original, scheduler):
 
 
 @_guarded
-def _after_intake(persistence, _result, _scheduler, _requests):
+def _after_intake(persistence, *_args, **_kwargs):
     persistence.tick()
 
 
 @_guarded
-def _after_pull(persistence, received, _receiver):
+def _after_pull(persistence, received, *_args, **_kwargs):
     if received is not None:
         persistence.poll(received)
 
 
 @_guarded
-def _after_shutdown(persistence, _result, _scheduler, _request):
+def _after_shutdown(persistence, *_args, **_kwargs):
     persistence.shutdown()
 
 
 @_guarded
-def _after_flush(persistence, flushed, _scheduler, *_args):
+def _after_flush(persistence, flushed, *_args, **_kwargs):
     if flushed:
         persistence.flushed()
 
 
 @_guarded
-def _after_weights(persistence, *_args):
+def _after_weights(persistence, *_args, **_kwargs):
     persistence.weights_changed()
 
 
 @_guarded
-def _before_release(persistence, *_args):
-    persistence.pause()
+def _before_release(persistence, _manager, recv_req, **_kwargs):
+    if not recv_req.tags or KV_MEMORY in recv_req.tags:
+        persistence.pause()
 
 
 @_guarded
-def _after_resume(persistence, *_args):
-    persistence.resume()
+def _after_resume(persistence, _result, manager, *_args, **_kwargs):
+    if KV_MEMORY not in manager.offload_tags:
+        persistence.resume()
 
 
 @_guarded
-def _after_state(persistence, output, *_args):
+def _after_state(persistence, output, *_args, **_kwargs):
     output.internal_state["persist"] = persistence.status()
 
 
-def _after_dispatcher(_result, scheduler):
+def _after_dispatcher(_result, scheduler, *_args, **_kwargs):
     from sglang.utils import TypeBasedDispatcher
 
     from sglang_persist.engine.runtime import PersistCommand
@@ -111,7 +115,7 @@ def _after_dispatcher(_result, scheduler):
 
 
 @_guarded
-def _after_handlers(persistence, handlers, _controller):
+def _after_handlers(persistence, handlers, *_args, **_kwargs):
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
     def validate(_key, _value):

@@ -68,6 +68,8 @@ def _refuse(args, parallel, scheduler) -> None:
         raise Unsupported("unsupported_lora", "LoRA adapters")
     if getattr(parallel, "dcp_enabled", False):
         raise Unsupported("unsupported_topology", "decode context parallelism")
+    if parallel.attn_dp_size > 1:
+        raise Unsupported("unsupported_topology", "attention data parallelism")
     if str(getattr(args, "disaggregation_mode", "null") or "null") not in ("null", "None"):
         raise Unsupported("unsupported_topology", f"disaggregation mode {args.disaggregation_mode}")
     if not scheduler.spec_algorithm.is_none():

@@ -12,7 +12,6 @@ import psutil
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_persist import config
-from sglang_persist.errors import SettingError
 from sglang_persist.log import logger
 
 
@@ -68,5 +67,3 @@ LAUNCHER = (
     ("sglang.srt.entrypoints.engine.Engine.shutdown", HookType.AROUND, _engine_shutdown),
 )
 BAD_SETTING = (("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", HookType.AROUND, _launch_subprocesses),)
-
-__all__ = ["BAD_SETTING", "LAUNCHER", "SettingError"]

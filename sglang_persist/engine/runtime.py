@@ -21,6 +21,7 @@ from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, Unsupported
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.log import logger
+from sglang_persist.model import Identity
 from sglang_persist.restore import RestoreResult, restore
 from sglang_persist.save import SaveRequest, SaveResult, save
 from sglang_persist.store import names, shard, verify
@@ -56,6 +57,11 @@ class Persistence:
         self._queue: list[PersistCommand] = []
         self._generation = 0
         self._requested = self._last_request = 0
+        self._last_request_error: str | None = None
+        self._budget: int | None = settings.max_bytes.bytes
+        self.identity: Identity | None = None
+        self.shards: tuple[str, ...] | None = None
+        self.rank, self.leader = 0, False
         self._in_flight = False
         self._next_due = float("inf")
         self._stop_requested = self._paused = False
@@ -80,6 +86,7 @@ class Persistence:
             if self.why_off:
                 self._turn_off(reason, str(error))
             else:
+                self._empty()
                 self._cold(reason, str(error))
                 self.restore_state = "aborted"
         self._agree()
@@ -92,18 +99,24 @@ class Persistence:
     def _agree(self) -> None:
         """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
         mine = (self.why_off, self.home.generation if self.home else 0, self.restored.digest.hexdigest())
-        others = ranks.gather(get_parallel(), getattr(self, "shards", None), mine)
+        answers = ranks.gather(get_parallel(), self.shards, (mine, self._generation))
+        self._generation = max(number for _, number in answers)
+        others = [other for other, _ in answers]
         if all(other == mine for other in others):
             return
-        if self.tree is not None and self.restored.tokens:
-            self.scheduler.tree_cache.reset()
-            self.scheduler.token_to_kv_pool_allocator.clear()
-            self.home.known.clear()
-            self.restored.tokens = 0
+        self._empty()
         self._cold("ranks_disagree", f"this rank {mine}, all {others}")
         off = next((why for why, _, _ in others if why), None)
         if off and not self.why_off:
             self._turn_off(off, "another rank of this engine is off")
+
+    def _empty(self) -> None:
+        """Take back whatever a restore has begun: nothing runs yet, so the tree and the allocator are only ours."""
+        if self.home is not None and self.home.manifest is not None:
+            self.scheduler.tree_cache.reset()
+            self.scheduler.token_to_kv_pool_allocator.clear()
+            self.home.known.clear()
+        self.restored.tokens = 0
 
     def _open(self) -> None:
         scheduler, parallel = self.scheduler, get_parallel()
@@ -186,6 +199,7 @@ class Persistence:
         try:
             self.home.become_writer()
             self._store_bytes = verify.store_bytes(self.fs, self.settings.dir)[1]
+            self._budget = self.settings.max_bytes.of(self.fs.space(self.settings.dir)[1])
         except PersistError as error:
             if self.restored.tokens == 0:
                 self.why_cold = error.reason
@@ -226,9 +240,15 @@ class Persistence:
             if not self._queue or self.why_off or self._paused:
                 return
             self._begin(self._queue.pop(0))
-        end = time.monotonic() + (IDLE_SLICE if self.scheduler.is_fully_idle() else BUSY_SLICE)
-        while self._job is not None and self._step() is None and time.monotonic() < end:
-            pass
+        idle = self.scheduler.is_fully_idle()
+        end = time.monotonic() + (IDLE_SLICE if idle else BUSY_SLICE)
+        while self._job is not None and (left := end - time.monotonic()) > 0:
+            waiting = self._step()
+            if waiting is None:
+                continue
+            if not (idle and self.scheduler.idle_sleeper):
+                break
+            waiting(left)  # else the idle loop would sleep, for much longer
 
     def _begin(self, command: PersistCommand, deadline: float | None = None) -> None:
         self._command = command
@@ -251,8 +271,10 @@ class Persistence:
 
     def _succeeded(self, result: SaveResult) -> None:
         self._last, self._last_success, self._last_error = result, time.time(), None
+        self._generation = max(self._generation, result.generation)
+        if result.store_bytes is not None:
+            self._store_bytes = result.store_bytes
         if result.new_bytes:
-            self._store_bytes = verify.store_bytes(self.fs, self.settings.dir)[1]
             logger.info(
                 "generation %d (%s): %d tokens, %d new, %d bytes in %.2f s%s", result.generation, self._command.reason,
                 result.tokens, result.new_tokens, result.new_bytes, result.seconds,
@@ -266,11 +288,11 @@ class Persistence:
         if text != self._last_error:  # a full disk fails at every interval; say it once
             logger.warning("no snapshot: %s", text)
         self._last_error = text
-        self._end_job()
+        self._end_job(text)
 
-    def _end_job(self) -> None:
-        if self._command is not None:
-            self._last_request = max(self._last_request, self._command.request)
+    def _end_job(self, error: str | None = None) -> None:
+        if self._command is not None and self._command.request > self._last_request:
+            self._last_request, self._last_request_error = self._command.request, error
         self._job = self._command = None
         self._in_flight = bool(self._queue)
         if self.settings.interval > 0:
@@ -303,7 +325,7 @@ class Persistence:
             command = PersistCommand(self._generation + 1, "shutdown", self._requested)
             self._begin(command, began + timeout * SOFT_SHARE)
             self._drive(hard)
-        self.home.close()
+        self.home.close(max(1.0, hard - time.monotonic()))
         self.why_off = "stopped"
 
     def _drive(self, deadline: float) -> None:
@@ -317,13 +339,18 @@ class Persistence:
     def flushed(self) -> None:
         """The tree was emptied: what is being saved is gone; what is stored stays, or goes, as configured."""
         self._drop_job("the cache was flushed")
-        if self.home is not None:
-            self.home.known.clear()
-        if self.settings.on_flush == "drop" and not self.why_off:
-            try:
-                self.home.drop()
-            except PersistError as error:
-                self._failed(error)
+        if self.home is None or self.why_off:
+            return
+        # On the store's thread: a commit that is under way there would bring back what is cleared here.
+        self.home.run(self.home.known.clear)
+        if self.settings.on_flush == "drop":
+            self.home.run(self.home.drop).add_done_callback(self._dropped)
+
+    def _dropped(self, done) -> None:
+        if error := done.exception():
+            self._failures += 1
+            self._last_error = f"{getattr(error, 'reason', type(error).__name__)}: {error}"
+            logger.warning("the store was not dropped: %s", self._last_error)
 
     def weights_changed(self) -> None:
         """KV from before and after an update cannot be told apart, and a restart loads the old weights again."""
@@ -334,6 +361,9 @@ class Persistence:
         """KV memory is about to be released: nothing may read it until `resume`."""
         self._drop_job("KV memory was released")
         self._paused = True
+        if self._requested > self._last_request:  # whoever waits for one is told
+            self._command = PersistCommand(0, "manual", self._requested)
+            self._failed(SnapshotFailed("KV memory was released"))
 
     def resume(self) -> None:
         self._paused = False
@@ -348,7 +378,7 @@ class Persistence:
         return {
             "enabled": self.why_off is None,
             "why_off": self.why_off,
-            "rank": getattr(self, "rank", 0),
+            "rank": self.rank,
             "namespace": names.namespace(self.identity) if self.home else None,
             "restore": {
                 "state": self.restore_state,
@@ -368,18 +398,12 @@ class Persistence:
                 "last_seconds": round(last.seconds, 3) if last else None,
                 "requested": self._requested,
                 "last_request": self._last_request,
+                "last_request_error": self._last_request_error,
                 "failures": self._failures,
                 "last_error": self._last_error,
             },
-            "store": {"bytes": self._store_bytes, "budget_bytes": self._budget()},
+            "store": {"bytes": self._store_bytes, "budget_bytes": self._budget},
         }
-
-    def _budget(self) -> int | None:
-        try:
-            total = self.fs.space(self.settings.dir)[1]
-        except PersistError:
-            return self.settings.max_bytes.bytes
-        return self.settings.max_bytes.of(total)
 
 
 def handle_signals(persistence: Persistence) -> None:

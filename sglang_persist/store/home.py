@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from sglang_persist.config import Size
@@ -18,7 +19,8 @@ KEEP = 2
 
 
 class Home:
-    """Used from the scheduler's thread, except `retire` (the committing thread; it touches files only)."""
+    """What changes the store runs on one thread, through `run`, one after the other: also when the snapshot that asked
+    for it was given up meanwhile. The scheduler's thread reads the rest between the steps of its own snapshot."""
 
     def __init__(self, fs: FileSystem, root: Path, identity: Identity, shard_name: str):
         self.fs, self.root, self.identity = fs, root, identity
@@ -28,6 +30,11 @@ class Home:
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known: dict[int, Known] = {}
         self._lock: Lock | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="persist-store")
+
+    def run(self, work: Callable[[], object]) -> Future:
+        """Do this after everything that was asked for before."""
+        return self._thread.submit(work)
 
     @property
     def generation(self) -> int:
@@ -61,7 +68,7 @@ class Home:
                 segment.close()
             self.sweep()
         except BaseException:
-            self.close()  # whoever tries again starts from the beginning
+            self._release()  # whoever tries again starts from the beginning
             raise
 
     def room(self, max_bytes: Size, min_free: Size) -> int:
@@ -91,7 +98,7 @@ class Home:
     def is_current(self, plan: SavePlan) -> bool:
         """Whether the newest generation already says exactly what this plan, which writes no record, would say."""
         m = self.manifest
-        if m is None or len(m.nodes) != len(plan.nodes):
+        if m is None or len(m.nodes) != len(plan.nodes) or not shard.is_complete(self.fs, self.path, m):
             return False
         return all(
             entry is not None
@@ -116,11 +123,16 @@ class Home:
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, KEEP))
 
     def drop(self) -> None:
-        """Remove everything that is stored here."""
+        """Remove everything that is stored here. Raises StoreBusy where another server writes."""
+        self.become_writer()
         self.manifest, self.segments, self.known = None, {}, {}
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
+        """Let go of the lock once what is under way is done; past the timeout the end of the process does that."""
+        wait([self.run(self._release)], timeout)
+
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang_persist.errors import StoreBusy
 from sglang_persist.format import codec, envelope, manifest, segment
 from sglang_persist.format.segment import IndexBuilder, Part, RecordKey, SegmentIndex
 from sglang_persist.fs import FileSystem, NewFile
@@ -211,6 +212,8 @@ class SegmentWriter:
 
 def commit(fs: FileSystem, path: Path, m: Manifest) -> int:
     """Make a generation count: its manifest, durable under its name. Returns the manifest's bytes."""
+    if fs.exists(path / names.manifest(m.generation)):
+        raise StoreBusy(f"{path / names.manifest(m.generation)}: this generation is committed already")
     data = manifest.encode(m)
     temporary = _temporary(path, names.manifest(m.generation))
     file = fs.create(temporary)

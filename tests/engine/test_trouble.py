@@ -8,9 +8,10 @@ import pytest
 import real
 
 from sglang_persist import config
-from sglang_persist.errors import StoreFull
+from sglang_persist.errors import StoreBusy, StoreFull
 from sglang_persist.fs import REAL
-from sglang_persist.store import names, verify
+from sglang_persist.store import names, shard, verify
+from sglang_persist.store.writer import commit
 
 
 @pytest.fixture
@@ -234,3 +235,71 @@ def test_snapshot_beyond_the_budget_is_not_taken(tmp_path, rng, limit):
         flow.snapshot(e, at, using=flow.settings(**{limit: sizes[limit]}))
     assert verify.store_bytes(REAL, tmp_path)[1] == used
     assert flow.snapshot(e, at).new_tokens == 1000
+
+
+def test_writer_that_takes_over_numbers_above_the_other_server(tmp_path, rng):
+    """A rolling restart: the new server starts while the old one still writes."""
+    old, a = real.engine(), flow.home(tmp_path)
+    old.put(real.random_tokens(rng, 100))
+    flow.snapshot(old, a)
+    new, b, _ = flow.restart(tmp_path)
+    stale = flow.SaveRequest(b.next_generation(), "interval", (flow.SHARD,))
+    with pytest.raises(StoreBusy):
+        flow.finish(flow.save(new.tree, new.pages, b, real.IDENTITY, stale, flow.SETTINGS))
+    for _ in range(3):
+        old.put(real.random_tokens(rng, 100))
+        flow.snapshot(old, a)
+    a.close()
+    key = new.put(real.random_tokens(rng, 100))
+    saved = flow.finish(flow.save(new.tree, new.pages, b, real.IDENTITY, stale, flow.SETTINGS))
+    assert saved.generation == 5
+    b.close()
+    assert verify.verify(REAL, tmp_path, deep=True).findings == []
+    third, _, _ = flow.restart(tmp_path)
+    assert third.match(key) == 100
+
+
+def test_committed_generation_is_never_written_over(tmp_path, rng):
+    e = real.engine()
+    e.put(real.random_tokens(rng, 100))
+    at = flow.home(tmp_path)
+    flow.snapshot(e, at)
+    before = (at.path / names.manifest(1)).read_bytes()
+    with pytest.raises(StoreBusy):
+        commit(REAL, at.path, at.manifest)
+    assert (at.path / names.manifest(1)).read_bytes() == before
+
+
+@pytest.mark.parametrize("where", ["Segment.load", "KvPages.scatter"])
+def test_unexpected_error_while_restoring_loses_no_slot(tmp_path, rng, monkeypatch, where):
+    e = real.engine()
+    real.populate(e, rng)
+    flow.snapshot(e, at := flow.home(tmp_path))
+    at.close()
+    owner, name = {"Segment.load": (shard.Segment, "load"), "KvPages.scatter": (real.KvPages, "scatter")}[where]
+    original, calls = getattr(owner, name), []
+
+    def fails_later(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, fails_later)
+    again = real.engine()
+    with pytest.raises(MemoryError):
+        flow.load(again, flow.home(tmp_path))
+    again.check()
+
+
+def test_dropping_leaves_alone_what_another_server_writes(tmp_path, rng):
+    e = real.engine()
+    e.put(real.random_tokens(rng, 100))
+    a, b = flow.home(tmp_path), flow.home(tmp_path)
+    flow.snapshot(e, a)
+    with pytest.raises(StoreBusy):
+        b.drop()
+    assert shard.generations(REAL, a.path) == [1]
+    a.close()
+    b.drop()
+    assert shard.generations(REAL, a.path) == []

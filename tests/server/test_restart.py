@@ -134,14 +134,14 @@ def test_python_tree_core_and_larger_pages_restart_warm(llama, prompts, tmp_path
 def test_real_model_restarts_warm_in_little_space(tmp_path):
     """SmolLM2, prompts longer than the chunks they are prefilled in, and what the store may take."""
     store = tmp_path / "store"
-    prompts = serving.prompts(2, chars=3400, shared=1800)
-    with serving.Server(serving.model("smol"), *persist(store), "--chunked-prefill-size", 512) as server:
+    prompts = serving.prompts(2, chars=2600, shared=1400)
+    with serving.Server(serving.model("smol"), *persist(store), "--chunked-prefill-size", 256) as server:
         serve(server, prompts)
         warm = serve(server, prompts)
         first = snapshot(server)
         second = snapshot(server)
         assert (second["generation"], second["new_tokens"], second["new_bytes"]) == (first["generation"], 0, 0)
-        one_more = server.generate(serving.prompts(1, chars=900, shared=0, offset=40_000)[0], 1)
+        one_more = server.generate(serving.prompts(1, chars=600, shared=0, offset=40_000)[0], 1)
         third = snapshot(server)
         assert 0 < third["new_tokens"] <= one_more.prompt_tokens + 1
         per_token = first["new_bytes"] / first["new_tokens"]

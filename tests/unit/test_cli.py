@@ -328,7 +328,7 @@ def status(rank: int = 0, **snapshot) -> dict:
                     "nodes_refused": {"damaged": 2}, "seconds": 0.5},
         "snapshot": {"state": "idle", "generation": 3, "last_success": 1_700_000_000.0, "last_tokens": 5000,
                      "last_new_tokens": 70, "last_new_bytes": 4096, "last_seconds": 0.25, "requested": 1,
-                     "last_request": 1, "failures": 0, "last_error": None} | snapshot,
+                     "last_request": 1, "last_request_error": None, "failures": 0, "last_error": None} | snapshot,
         "store": {"bytes": 1 << 20, "budget_bytes": 1 << 30},
     }  # fmt: skip
 
@@ -358,7 +358,8 @@ class Server:
             if s and s["snapshot"]["requested"] > s["snapshot"]["last_request"]:
                 self.looks[i] -= 1
                 if not self.looks[i]:
-                    s["snapshot"] |= {**self.outcome, "last_request": s["snapshot"]["requested"]}
+                    last = 0 if "requested" in self.outcome else s["snapshot"]["requested"]
+                    s["snapshot"] |= {**self.outcome, "last_request": last}
         return {"model_path": "x", "internal_states": self.states}
 
     def __enter__(self):
@@ -496,7 +497,7 @@ def test_a_refused_request_is_exit_10(run, accepts):
 
 def test_a_failed_snapshot_is_exit_10_with_the_reason(run):
     with Server(status(0), status(1)) as server:
-        server.outcome = {"failures": 1, "last_error": "store_full: /data: No space left on device"}
+        server.outcome = {"failures": 1, "last_request_error": "store_full: /data: No space left on device"}
         code, out, err = run("snapshot", "--url", server.url, "--json")
         assert (code, out) == (10, "")
         assert one_line(err, server.url, "rank 1: store_full: /data: No space left on device")
@@ -504,8 +505,15 @@ def test_a_failed_snapshot_is_exit_10_with_the_reason(run):
 
 def test_an_error_of_an_earlier_snapshot_is_not_ours(run):
     with Server(status(last_error="store_full: x", failures=1)) as server:
-        server.outcome |= {"last_error": None}
         assert run("snapshot", "--url", server.url)[0] == 0
+
+
+def test_a_server_that_was_restarted_meanwhile_is_exit_10(run):
+    with Server(status(requested=5, last_request=5)) as server:
+        server.looks, server.outcome = [3], {"requested": 0}
+        code, _, err = run("snapshot", "--url", server.url)
+        assert code == 10
+        assert one_line(err, "restarted")
 
 
 @pytest.mark.parametrize("verb", ["snapshot", "status"])
@@ -568,7 +576,6 @@ def test_status_and_snapshot_for_a_person(run):
         for part in ("rank 0", "rank 1", "1,200 of 1,300 tokens", "2 damaged", "no_snapshot", "1.0 MiB of 1.0 GiB",
                      "4.0 KiB", "2, last: store_full: [/data]: x"):  # fmt: skip
             assert part in out
-        server.outcome |= {"last_error": None}
         code, out, err = run("snapshot", "--url", server.url)
         assert (code, err) == (0, "")
         assert [line.split() for line in out.splitlines()[-2:]] == [
