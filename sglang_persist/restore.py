@@ -45,24 +45,30 @@ def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, res
     """
     result.total_tokens = home.manifest.tokens
     opened = home.open_segments(result.errors)
-    resolved = resolve(home.manifest, home.segments)
-    plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens)
-    result.refused += plan.refused
-    slots = pages.allocate(plan.pages * tree.page_tokens) if plan.nodes else None
-    if slots is None:
-        return
+    try:
+        resolved = resolve(home.manifest, home.segments)
+        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens)
+        result.refused += plan.refused
+        if plan.nodes:
+            yield from _fill(tree, pages, home, resolved, plan, opened, settings, deadline, result)
+    finally:
+        for segment in opened.values():
+            segment.close()
+
+
+def _fill(tree, pages, home, resolved: Resolved, plan: LoadPlan, opened, settings, deadline, result) -> Iterator[None]:
+    """Slots, bytes, nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
     at = _layout(plan, resolved, tree.page_tokens)
     failed: dict[int, str] = {}
     inserted: dict[int, int] = {}
+    slots = pages.allocate(plan.pages * tree.page_tokens)
     try:
         yield from _load(tree, pages, plan, opened, slots, at, settings, deadline, failed, result)
         _insert(tree, home, resolved, plan, slots, at, failed, inserted, result)
     finally:
         for i, (begin, end) in at.items():
-            if i not in inserted:  # whatever ended this: no slot is lost
+            if i not in inserted:
                 pages.free(slots[begin:end])
-        for segment in opened.values():
-            segment.close()
 
 
 def _layout(plan: LoadPlan, resolved: Resolved, page_tokens: int) -> dict[int, tuple[int, int]]:

@@ -107,6 +107,9 @@ def save(
 
         places = iter(writer.placed)
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
+        if not settled.nodes:  # everything was evicted, or out of time, before it was read
+            yield from _finish(home.run(home.sweep))
+            return SaveResult(home.generation, 0, 0, 0, time.monotonic() - began, settled.left_out_tokens)
         written = list(writer.indexes)
         new_bytes, store_bytes = yield from _finish(
             home.run(

@@ -292,6 +292,21 @@ def test_unexpected_error_while_restoring_loses_no_slot(tmp_path, rng, monkeypat
     again.check()
 
 
+def test_snapshot_that_could_read_nothing_does_not_replace_a_full_one(tmp_path, rng):
+    e = real.engine()
+    key = e.put(real.random_tokens(rng, 80))
+    at = flow.home(tmp_path)
+    flow.snapshot(e, at)
+    e.evict()
+    e.put(real.random_tokens(rng, 80))
+    result = flow.snapshot(e, at, deadline=0.5)  # long past
+    assert (result.generation, result.left_out_tokens) == (1, 80)
+    at.close()
+    assert verify.verify(REAL, tmp_path).leftovers == 0
+    again, _, _ = flow.restart(tmp_path)
+    assert again.match(key) == 80
+
+
 def test_dropping_leaves_alone_what_another_server_writes(tmp_path, rng):
     e = real.engine()
     e.put(real.random_tokens(rng, 100))
