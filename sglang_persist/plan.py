@@ -441,7 +441,7 @@ def plan_merge(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]
     by_id = {i.id: i for i in indexes}
     for segment, record in used:
         live[segment] += int(by_id[segment].stored[record])
-    dead = [i for i in indexes if live[i.id] * 2 < i.file_bytes - _fixed_bytes(i)]
+    dead = [i for i in indexes if live[i.id] * 2 < int(i.stored.sum())]
     rest = sorted((i for i in indexes if i not in dead), key=lambda i: live[i.id])
     chosen, total = list(dead), sum(live[i.id] for i in dead)
     excess = len(indexes) - len(chosen) + bool(chosen) - MAX_SEGMENTS
@@ -452,7 +452,3 @@ def plan_merge(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]
         total += live[index.id]
     return chosen if len(chosen) > 1 or dead else []
 
-
-def _fixed_bytes(index: SegmentIndex) -> int:
-    """What a segment holds besides records."""
-    return index.file_bytes - int(index.stored.sum())

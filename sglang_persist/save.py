@@ -71,12 +71,12 @@ def save(
     StoreError and FormatError.
     """
     began = time.monotonic()
-    request, room = yield from _finish(home.run(lambda: _prepare(home, request, settings)))
+    request, room, complete = yield from _finish(home.run(lambda: _prepare(home, request, settings)))
     nodes = select(tree.nodes(), settings.hottest, settings.min_tokens)
     # A layout that changed without its revision changing must not be mixed with ours.
     segments = {k: index for k, index in home.segments.items() if index.pools == pages.pools}
     plan = plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, record_pages(pages, tree.page_tokens))
-    if not nodes or (not plan.records and home.is_current(plan)):
+    if not nodes or (not plan.records and complete and home.is_current(plan)):
         # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
         tokens = home.manifest.tokens if home.manifest else 0
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began)
@@ -221,8 +221,9 @@ def _merge(
     return writer.indexes
 
 
-def _prepare(home: Home, request: SaveRequest, settings) -> tuple[SaveRequest, int]:
-    """On the store's thread: hold the lock, number the generation, and tell by how many bytes the store may grow."""
+def _prepare(home: Home, request: SaveRequest, settings) -> tuple[SaveRequest, int, bool]:
+    """On the store's thread: hold the lock and number the generation. Tells by how many bytes the store may grow, and
+    whether its newest generation is complete."""
     home.become_writer()
     number = home.next_generation()
     if request.generation < number:
@@ -230,7 +231,7 @@ def _prepare(home: Home, request: SaveRequest, settings) -> tuple[SaveRequest, i
         if len(request.shards) > 1:
             raise StoreBusy(f"{home.path}: generation {request.generation} is taken, the next is {number}")
         request = replace(request, generation=number)
-    return request, home.room(settings.max_bytes, settings.min_free)
+    return request, home.room(settings.max_bytes, settings.min_free), home.is_complete()
 
 
 def _expected_bytes(pages: Pages, tokens: int, settings) -> int:

@@ -64,7 +64,8 @@ class Home:
             if newest and newest.generation != self.generation:
                 # Another writer was here since we looked: build on what it wrote.
                 self.manifest, self.segments, self.known = newest, {}, {}
-            for segment in self.open_segments([]).values():
+            # What a restore has just opened is known already.
+            for segment in self.open_segments([], only_unknown=True).values():
                 segment.close()
             self.sweep()
         except BaseException:
@@ -77,10 +78,12 @@ class Home:
         used = verify.store_bytes(self.fs, self.root)[1]
         return min(max_bytes.of(total) - used, free - min_free.of(total))
 
-    def open_segments(self, errors: list[str]) -> dict[bytes, Segment]:
-        """Open every segment of the chosen generation and learn its index; what cannot be opened is in `errors`."""
+    def open_segments(self, errors: list[str], only_unknown: bool = False) -> dict[bytes, Segment]:
+        """Open the segments of the chosen generation and learn their indexes; what cannot be opened is in `errors`."""
         opened: dict[bytes, Segment] = {}
         for ref in self.manifest.segments if self.manifest else ():
+            if only_unknown and ref.id in self.segments:
+                continue
             try:
                 found = shard.open_segment(self.fs, self.path, ref.id, ref)
             except (FormatError, StoreError) as error:
@@ -95,10 +98,14 @@ class Home:
             self.segments[ref.id] = found.index
         return opened
 
+    def is_complete(self) -> bool:
+        """Whether every rank has the newest generation: reads the other ranks' files."""
+        return self.manifest is not None and shard.is_complete(self.fs, self.path, self.manifest)
+
     def is_current(self, plan: SavePlan) -> bool:
         """Whether the newest generation already says exactly what this plan, which writes no record, would say."""
         m = self.manifest
-        if m is None or len(m.nodes) != len(plan.nodes) or not shard.is_complete(self.fs, self.path, m):
+        if m is None or len(m.nodes) != len(plan.nodes):
             return False
         return all(
             entry is not None

@@ -301,9 +301,9 @@ def test_who_cannot_become_a_writer_holds_no_lock_and_may_try_again(tmp_path):
     little.take()
     little.close()
     sim.arm()
-    little.open()
+    recorded = Little(tmp_path / "store", sim).open()
     calls = [name for name, _ in sim.calls]
-    little.close()
+    recorded.close()
     for n in range(calls.index("lock"), len(calls)):
         sim.fail(n, errno.EIO)
         again = Little(tmp_path / "store", sim)
