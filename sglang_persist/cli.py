@@ -24,6 +24,7 @@ from sglang_persist.fs import REAL
 from sglang_persist.store import prune as pruning
 from sglang_persist.store import report
 from sglang_persist.store import verify as verifying
+from sglang_persist.store.root import readers_root
 
 
 def _size(count: float | None) -> str:
@@ -77,7 +78,7 @@ def _store(path: str) -> Path:
     if not found:
         raise StoreUnavailable(f"{root}: no such directory")
     REAL.list(root)
-    return root
+    return readers_root(REAL, root)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of columns.")

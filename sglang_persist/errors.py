@@ -13,6 +13,7 @@
         ChecksumMismatch  bytes changed after they were written
         Malformed         fields contradict each other
         LimitExceeded     a declared size is above what a reader accepts
+        Unusable          sound as it looks, but processes died while they restored it
       EngineError
         EngineUnreachable no server answers, or it answers nonsense          exit 8
         EngineOff         the server runs without persistence                exit 9
@@ -107,6 +108,11 @@ class Malformed(FormatError):
 
 class LimitExceeded(FormatError):
     kind = "limit"
+
+
+class Unusable(FormatError):
+    kind = "unusable"
+    reason = "unusable"
 
 
 class EngineError(PersistError):

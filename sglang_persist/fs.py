@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_persist.errors import StoreBusy, from_os_error
 
@@ -33,6 +34,24 @@ class Entry:
     name: str
     is_dir: bool
     bytes: int
+
+
+class Rights(NamedTuple):
+    """Who may do what with a directory: its owner, its mode, and whether it is a link."""
+
+    owner: int
+    mode: int
+    is_dir: bool
+
+    @property
+    def ours(self) -> bool:
+        """A directory of this user's in which nobody else may change anything."""
+        return self.is_dir and self.owner == os.geteuid() and not self.mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+    @property
+    def shared(self) -> bool:
+        """A directory that others use as well: of another user, open to others, or of a group (setgid)."""
+        return not self.ours or bool(self.mode & stat.S_ISGID)
 
 
 class ReadFile:
@@ -62,9 +81,9 @@ class ReadFile:
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> ReadFile:
         return self
@@ -127,10 +146,18 @@ class Lock:
                     raise StoreBusy(f"{path}: another process writes here") from None
                 raise from_os_error(error, path) from error
 
-    def release(self) -> None:
+    def held(self) -> bool:
+        """Whether its name still leads to it: the directory may have been deleted underneath."""
+        with contextlib.suppress(OSError):
+            return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        return False
+
+    def release(self, remove: bool = True) -> None:
+        """Let go of it. The file goes as well, unless its being there says something or it is another's by now."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+            if remove and self.held():
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
             os.close(self._fd)
             self._fd = -1
 
@@ -183,6 +210,13 @@ class FileSystem:
             os.lstat(path)
             return True
         return False
+
+    def rights(self, path: Path, follow: bool = True) -> Rights | None:
+        """None where nothing is there."""
+        with _place(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = os.stat(path, follow_symlinks=follow)
+            return Rights(found.st_uid, stat.S_IMODE(found.st_mode), stat.S_ISDIR(found.st_mode))
+        return None
 
     def open(self, path: Path) -> ReadFile:
         return ReadFile(path)

@@ -130,7 +130,50 @@ def plan_save(
             run = _pack(plan, run, i, node, found, pieces, record_pages)
     if run:
         plan.records.append(run.plan())
+    # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
+    newest_first, _ = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0)
+    order = {node: place for place, node in enumerate(newest_first)}
+    plan.records.sort(key=lambda r: min(order[source.node] for source in r.sources))
     return plan
+
+
+def restrict(plan: SavePlan, sizes: Sequence[int], budget: float) -> SavePlan:
+    """The newest paths of a plan whose nodes' `sizes` fit into `budget`: nodes and records of the others fall away."""
+    wanted, _ = choose_paths([n.parent for n in plan.nodes], sizes, budget)
+    index = {old: new for new, old in enumerate(sorted(wanted))}
+    out = SavePlan(
+        plan.page_tokens,
+        [plan.nodes[i]._replace(parent=index.get(plan.nodes[i].parent, -1)) for i in index],
+        [plan.stored[i] for i in index],
+        [],
+    )
+    for record in plan.records:
+        # A record follows a path downwards, so what falls away is its end.
+        sources = [replace(s, node=index[s.node]) for s in record.sources if s.node in index]
+        if pages := sum(s.pages for s in sources):
+            out.records.append(RecordPlan(record.key.first_pages(pages, plan.page_tokens), sources))
+    return out
+
+
+def stored_sizes(pieces: Iterable[Sequence[Piece]], segments: Mapping[bytes, SegmentIndex]) -> list[int]:
+    """Bytes on disk that each node's pieces take, as their part of the records they are in."""
+    out = []
+    for of_node in pieces:
+        size = 0.0
+        for p in of_node:
+            index = segments[p.segment]
+            size += int(index.stored[p.record]) * p.pages / int(index.pages[p.record])
+        out.append(round(size))
+    return out
+
+
+def new_sizes(plan: SavePlan, page_bytes: float) -> list[int]:
+    """Bytes that the pages of each node will take which are not stored yet."""
+    pages = [0] * len(plan.nodes)
+    for record in plan.records:
+        for source in record.sources:
+            pages[source.node] += source.pages
+    return [round(n * page_bytes) for n in pages]
 
 
 def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Content, pieces: list[Piece],
@@ -236,6 +279,22 @@ class Settled:
 
         self.nodes = [replace(n, pieces=moved(n.pieces)) for n in self.nodes]
         self.known = {i: k._replace(pieces=moved(k.pieces)) for i, k in self.known.items()}
+
+
+def newest_part(
+    m: Manifest, segments: Mapping[bytes, SegmentIndex], known: Mapping[int, Known], budget: float
+) -> Settled:
+    """The newest paths of a stored tree that fit into `budget` bytes on disk, and what of `known` they still hold."""
+    resolved = resolve(m, segments)
+    pieces = [n.pieces if sound else () for n, sound in zip(m.nodes, resolved.sound, strict=True)]
+    wanted, _ = choose_paths([n.parent for n in m.nodes], stored_sizes(pieces, segments), budget, usable=resolved.sound)
+    index = {old: new for new, old in enumerate(sorted(wanted))}
+    nodes = [replace(m.nodes[i], parent=index.get(m.nodes[i].parent, -1)) for i in index]
+    tokens = sum(n.pages for n in nodes) * m.page_tokens
+    out = Settled(nodes, list(m.spaces), {}, tokens, m.left_out_tokens + m.tokens - tokens)
+    used = out.used()
+    out.known = {i: k for i, k in known.items() if all((p.segment, p.record) in used for p in k.pieces)}
+    return out
 
 
 def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
@@ -427,24 +486,25 @@ def select(nodes: Sequence[TreeNode], share: float, min_tokens: int) -> list[Tre
 
 # ---------------------------------------------------------------------------------------------------- rewrite
 
-#: A generation refers to at most so many segments; then the smaller ones are joined.
+#: Of segments that may be joined, a generation refers to at most so many; then the smaller ones are joined.
 MAX_SEGMENTS = 8
 
 
-def plan_merge(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]]) -> list[SegmentIndex]:
+def plan_merge(
+    indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]], segment_bytes: int
+) -> list[SegmentIndex]:
     """Segments to rewrite into one: those that are mostly dead, and the smallest where there are too many.
 
     Joined are at least two, and as long as the next is not larger than what is joined already, so that a byte is
-    rewritten a number of times that grows with the logarithm of the store, not with its age.
+    rewritten a number of times that grows with the logarithm of the store, not with its age. What fills half of the
+    largest segment that is written, `segment_bytes`, is left as it is.
     """
-    live = Counter()
-    by_id = {i.id: i for i in indexes}
-    for segment, record in used:
-        live[segment] += int(by_id[segment].stored[record])
+    live = _live(indexes, used)
     dead = [i for i in indexes if live[i.id] * 2 < int(i.stored.sum())]
-    rest = sorted((i for i in indexes if i not in dead), key=lambda i: live[i.id])
+    rest = [i for i in indexes if i not in dead and live[i.id] * 2 < segment_bytes]
+    rest.sort(key=lambda i: live[i.id])
     chosen, total = list(dead), sum(live[i.id] for i in dead)
-    excess = len(indexes) - len(chosen) + bool(chosen) - MAX_SEGMENTS
+    excess = len(rest) + bool(chosen) - MAX_SEGMENTS
     for count, index in enumerate(rest):
         if excess <= 0 or (count > excess and live[index.id] > total):
             break
@@ -452,3 +512,19 @@ def plan_merge(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]
         total += live[index.id]
     return chosen if len(chosen) > 1 or dead else []
 
+
+def plan_reclaim(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]]) -> list[SegmentIndex]:
+    """Segments a quarter of which is dead, in the order in which rewriting them frees most for what it copies."""
+    live = _live(indexes, used)
+    sizes = {i.id: int(i.stored.sum()) for i in indexes}
+    worth = [i for i in indexes if live[i.id] * 4 <= sizes[i.id] * 3]
+    return sorted(worth, key=lambda i: live[i.id] / max(1, sizes[i.id]))
+
+
+def _live(indexes: Sequence[SegmentIndex], used: Iterable[tuple[bytes, int]]) -> Counter:
+    """Bytes of each segment's records that are used."""
+    by_id = {i.id: i for i in indexes}
+    live = Counter()
+    for segment, record in used:
+        live[segment] += int(by_id[segment].stored[record])
+    return live

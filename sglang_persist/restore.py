@@ -1,10 +1,12 @@
 """The restore story: from the newest sound generation to a warm tree.
 
-    decide   resolve: which nodes are sound; plan_restore: the newest paths that fit, closed under parents
+    decide   resolve: which nodes are sound; union: what a fuller, older generation has beside them; plan_restore: the
+             newest paths that fit, closed under parents
     move     slots for all of them at once; records read, checked and decoded ahead on other threads, each once,
              newest path first, and written to the slots of every node that has a part of them
     insert   oldest path first, so that the engine evicts in the order in which it would have
 Nothing is inserted before all of its bytes were verified; a node that fails takes its descendants, never its siblings.
+No file is read on the caller's thread, and nothing is waited for beyond the deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from sglang_persist.plan import Known, LoadPlan, Resolved, node_tokens, plan_res
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment
+from sglang_persist.union import union
 
 AHEAD_BYTES = 96 << 20
 
@@ -38,37 +41,85 @@ class RestoreResult:
     digest: Any = field(default_factory=hashlib.sha256)
 
 
-def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult) -> Iterator[None]:
-    """Fill an empty tree from `home.manifest`, in slices. Past `deadline` (monotonic), what is loaded is inserted.
+@dataclass
+class _Filling:
+    """What the steps of one restore share."""
 
-    Fills in `result`; whatever is wrong with the store costs nodes there, never an exception.
+    resolved: Resolved
+    plan: LoadPlan
+    opened: dict[bytes, Segment]
+    slots: Any
+    #: Where each node's slots lie in the one allocation: node -> (begin, end).
+    at: dict[int, tuple[int, int]]
+    deadline: float
+    result: RestoreResult
+    #: Nodes whose bytes did not come, and why.
+    failed: dict[int, str] = field(default_factory=dict)
+    #: The live node of each one that was inserted.
+    inserted: dict[int, int] = field(default_factory=dict)
+
+    def fail(self, nodes, reason: str) -> None:
+        self.failed.update(dict.fromkeys(nodes, reason))
+
+    def left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+
+def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult) -> Iterator[None]:
+    """Fill an empty tree from `home.manifest` and `home.fuller`, in slices. Past `deadline` (monotonic), what is loaded
+    is inserted.
+
+    Fills in `result`; whatever is wrong with the store costs nodes there, never an exception. Raises TimeoutError where
+    not even the indexes could be read in time.
     """
     result.total_tokens = home.manifest.tokens
-    opened = home.open_segments(result.errors)
+    opening = home.run(lambda: home.open_segments(result.errors))
+    reads: list[Future] = []
     try:
+        opened = opening.result(max(0.0, deadline - time.monotonic()))
         resolved = resolve(home.manifest, home.segments)
+        if home.fuller is not None:
+            result.refused += resolved.refused
+            whole = union(home.manifest, home.fuller, home.segments)
+            result.total_tokens = max(result.total_tokens, whole.tokens)
+            resolved = resolve(whole, home.segments)
         plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens)
         result.refused += plan.refused
         if plan.nodes:
-            yield from _fill(tree, pages, home, resolved, plan, opened, settings, deadline, result)
+            slots = pages.allocate(plan.pages * tree.page_tokens)
+            filling = _Filling(
+                resolved, plan, opened, slots, _layout(plan, resolved, tree.page_tokens), deadline, result
+            )
+            yield from _fill(tree, pages, home, filling, settings.threads, reads)
     finally:
-        for segment in opened.values():
-            segment.close()
+        # Not on this thread, and not before the last read of a file that answers slowly or never.
+        opening.add_done_callback(lambda _: _close_after(reads, opening))
 
 
-def _fill(tree, pages, home, resolved: Resolved, plan: LoadPlan, opened, settings, deadline, result) -> Iterator[None]:
-    """Slots, bytes, nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
-    at = _layout(plan, resolved, tree.page_tokens)
-    failed: dict[int, str] = {}
-    inserted: dict[int, int] = {}
-    slots = pages.allocate(plan.pages * tree.page_tokens)
+def _close_after(reads: list[Future], opening: Future) -> None:
+    """Close the segments once the last read is done: on this thread, or on that of the last read."""
+    if opening.exception():
+        return
+
+    def close(_: Future | None = None) -> None:
+        if all(read.done() for read in reads):
+            for segment in opening.result().values():
+                segment.close()
+
+    for read in reads:
+        read.add_done_callback(close)
+    close()
+
+
+def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
+    """Bytes, then nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
     try:
-        yield from _load(tree, pages, plan, opened, slots, at, settings, deadline, failed, result)
-        _insert(tree, home, resolved, plan, slots, at, failed, inserted, result)
+        yield from _load(tree, pages, filling, threads, reads)
+        _insert(tree, home, filling)
     finally:
-        for i, (begin, end) in at.items():
-            if i not in inserted:
-                pages.free(slots[begin:end])
+        for i, (begin, end) in filling.at.items():
+            if i not in filling.inserted:
+                pages.free(filling.slots[begin:end])
 
 
 def _layout(plan: LoadPlan, resolved: Resolved, page_tokens: int) -> dict[int, tuple[int, int]]:
@@ -81,66 +132,70 @@ def _layout(plan: LoadPlan, resolved: Resolved, page_tokens: int) -> dict[int, t
     return out
 
 
-def _load(tree, pages, plan: LoadPlan, opened: dict[bytes, Segment], slots, at, settings, deadline, failed, result):
-    """Read ahead on worker threads, write to the pool on this one. Nodes whose bytes did not come are in `failed`."""
-    todo = deque(plan.records)
-    ahead: deque = deque()
-    pending = 0
-    with ThreadPoolExecutor(settings.threads, thread_name_prefix="persist-read") as readers:
+def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
+    """Read ahead on worker threads, write to the pool on this one."""
+    todo, ahead, pending = deque(f.plan.records), deque(), 0
+    readers = ThreadPoolExecutor(threads, thread_name_prefix="persist-read")
+    try:
         while todo or ahead:
             while todo and pending < AHEAD_BYTES:
                 segment, record, uses = todo.popleft()
-                size = opened[segment].index.raw_bytes(record)
-                pending += size
-                ahead.append((readers.submit(opened[segment].load, record), opened[segment].index, record, uses, size))
-            job, index, record, uses, size = ahead.popleft()
-            if time.monotonic() > deadline:
-                job.cancel()
-                for _, _, unread in todo:
-                    failed.update(dict.fromkeys((u.node for u in unread), "timeout"))
-                todo.clear()
-                failed.update(dict.fromkeys((u.node for u in uses), "timeout"))
-                continue
+                index = f.opened[segment].index
+                reads.append(readers.submit(f.opened[segment].load, record))
+                ahead.append((reads[-1], index, record, uses))
+                pending += index.raw_bytes(record)
+            job, index, record, uses = ahead.popleft()
+            pending -= index.raw_bytes(record)
+            nodes = [use.node for use in uses]
             try:
-                raw = job.result()
+                if not (left := f.left()):
+                    raise TimeoutError
+                raw = job.result(left)
+            except TimeoutError:
+                f.fail(nodes, "timeout")
+                for *_, unread in (*ahead, *todo):
+                    f.fail((use.node for use in unread), "timeout")
+                break
             except (FormatError, StoreError) as error:
                 index.bad.add(record)
-                result.errors.append(str(error))
-                failed.update(dict.fromkeys((u.node for u in uses), error.reason))
+                f.result.errors.append(str(error))
+                f.fail(nodes, error.reason)
             else:
-                _scatter(pages, index, record, raw, uses, slots, at, tree.page_tokens)
-            pending -= size
+                _scatter(pages, f, index, record, raw, uses, tree.page_tokens)
             yield
+    finally:
+        # A read that hangs is left behind.
+        readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _scatter(pages: Pages, index, record: int, raw: np.ndarray, uses, slots, at, page_tokens: int) -> None:
+def _scatter(pages: Pages, f: _Filling, index, record: int, raw: np.ndarray, uses, page_tokens: int) -> None:
     rows = int(index.pages[record]) * page_tokens
     for use in uses:
-        begin = at[use.node][0] + use.at * page_tokens
-        target = slots[begin : begin + use.pages * page_tokens]
+        begin = f.at[use.node][0] + use.at * page_tokens
+        target = f.slots[begin : begin + use.pages * page_tokens]
         pages.scatter(int(index.pool[record]), target, raw, rows, use.first * page_tokens)
 
 
-def _insert(tree, home: Home, resolved: Resolved, plan: LoadPlan, slots, at, failed, ids, result) -> None:
-    m = resolved.manifest
+def _insert(tree: Tree, home: Home, f: _Filling) -> None:
+    m, result = f.resolved.manifest, f.result
     path_tokens: dict[int, np.ndarray] = {}
-    for i in plan.nodes:
+    for i in f.plan.nodes:
         node, space = m.nodes[i], m.spaces[m.nodes[i].space]
-        reason = failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in ids else None)
+        reason = f.failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in f.inserted else None)
         if reason is None:
             own = node_tokens(m, node, home.segments)
             path = np.concatenate([path_tokens[node.parent], own[space.extra_tokens :]]) if node.parent >= 0 else own
             path_tokens[i] = path
             chain, up = [], i
             while up >= 0:
-                chain.append(slots[at[up][0] : at[up][1]])
+                chain.append(f.slots[f.at[up][0] : f.at[up][1]])
                 up = m.nodes[up].parent
-            start = resolved.start[i]
+            start = f.resolved.start[i]
             found = tree.insert(space, path, chain[::-1], start)
             if found is None:
                 reason = "not_taken"
             else:
-                ids[i] = found
+                f.inserted[i] = found
                 result.digest.update(repr((space, start)).encode() + own.astype("<i8").tobytes())
                 home.known[found] = Known(start, start + node.pages * m.page_tokens, space, node.pieces)
                 result.tokens += node.pages * m.page_tokens

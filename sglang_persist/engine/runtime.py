@@ -6,6 +6,7 @@ as an exception in the engine.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import Counter
@@ -18,17 +19,21 @@ from sglang_persist.config import Settings
 from sglang_persist.engine import identity, ranks
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
-from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, Unsupported
+from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
 from sglang_persist.fs import REAL, FileSystem
+from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
 from sglang_persist.model import Identity
 from sglang_persist.restore import RestoreResult, restore
-from sglang_persist.save import SaveRequest, SaveResult, save
-from sglang_persist.store import names, shard, verify
+from sglang_persist.save import SaveResult, save
+from sglang_persist.store import attempts, names, shard, verify
 from sglang_persist.store.home import Home
+from sglang_persist.store.root import writers_root
 
 #: How long one pass of the scheduler's loop may work on a snapshot.
 BUSY_SLICE, IDLE_SLICE = 0.005, 0.05
+#: Seconds that a start waits for what a file system has to do before the first snapshot; then it goes on without it.
+START_WAIT = 10.0
 #: Of the shutdown timeout: from when on no new record is begun, and when the snapshot is given up.
 SOFT_SHARE, HARD_SHARE = 0.6, 0.9
 
@@ -52,6 +57,7 @@ class Persistence:
         self.tree: LiveTree | None = None
         self.pages: KvPages | None = None
         self.home: Home | None = None
+        self.keeper: Keeper | None = None
         self._job: Generator | None = None
         self._command: PersistCommand | None = None
         self._queue: list[PersistCommand] = []
@@ -69,32 +75,49 @@ class Persistence:
         self._last_success: float | None = None
         self._failures, self._last_error = 0, None
         self._store_bytes = 0
+        self._passed: list[Exception] = []
 
     # ------------------------------------------------------------------------------------------- start
 
     def start(self) -> None:
         """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
-        try:
-            self._open()
-            self.why_off = None
-            self._restore()
-        except Unsupported as error:
-            self._turn_off(error.reason, str(error))
-        except Exception as error:
-            logger.exception("not restored")
-            reason = getattr(error, "reason", "internal_error")
-            if self.why_off:
-                self._turn_off(reason, str(error))
-            else:
-                self._empty()
-                self._cold(reason, str(error))
-                self.restore_state = "aborted"
+        deadline = time.monotonic() + self.settings.restore_timeout
+        self._attempt(self._open)
+        self._attempt(lambda: self._find(deadline))
+        # Each rank must come here, whatever befell it.
+        least = min(ranks.gather(get_parallel(), self.shards, self.home.generation if self.home else 0))
+        self._attempt(lambda: self._restore(deadline, least))
         self._agree()
         if self.why_off:
             return
         self._check_writable()
         if self.settings.interval > 0:
             self._next_due = time.monotonic() + self.settings.interval
+
+    def _attempt(self, step) -> None:
+        """A step of the start. Whatever goes wrong in it turns persistence off, or, once that is on, leaves it cold."""
+        if self.restore_state == "aborted" or (self.why_off and self.why_off != "not_started"):
+            return
+        try:
+            step()
+        except Unsupported as error:
+            self._turn_off(error.reason, str(error))
+        except TimeoutError:
+            self._abort("timeout", "the store did not answer within the restore timeout")
+        except PersistError as error:
+            self._abort(error.reason, str(error))
+        except Exception as error:
+            logger.exception("not restored")
+            self._abort("internal_error", str(error))
+
+    def _abort(self, reason: str, detail: str) -> None:
+        if self.why_off:
+            self.why_cold = reason
+            self._turn_off(reason, detail)
+            return
+        self._empty()
+        self._cold(reason, detail)
+        self.restore_state = "aborted"
 
     def _agree(self) -> None:
         """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
@@ -129,9 +152,14 @@ class Persistence:
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
         dp_rank = parallel.dp_rank
         self.shards = identity.group_shards(parallel, dp_rank)
-        self.home = Home(self.fs, self.settings.dir, self.identity, identity.shard_name(parallel, dp_rank))
+        root = writers_root(self.fs, self.settings.dir)
+        self.home = Home(self.fs, root, self.identity, identity.shard_name(parallel, dp_rank))
+        ranks_here = len(self.shards) * max(1, int(getattr(parallel, "dp_size", 1) or 1))
+        shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, ranks_here)
+        self.keeper = Keeper(self.home, shape, self.settings)
         self.rank = int(dp_rank or 0)
         self.leader = self.home.path.name == self.shards[0]
+        self.why_off = None
 
     def _locked_nodes(self):
         """Nodes that running requests hold: their leaves are not among the evictable ones."""
@@ -144,30 +172,46 @@ class Persistence:
             if isinstance(node, int) and not is_root(node):
                 yield node
 
-    def _restore(self) -> None:
-        passed = self.home.find()
-        for error in passed:
+    def _find(self, deadline: float, at_most: float = math.inf) -> None:
+        """Choose the generation to restore."""
+        self._passed = self._on_store(lambda: self.home.find(at_most), deadline)
+        for error in self._passed:
             logger.warning("passed over: %s", error)
-        self._generation = self.home.next_generation() - 1
+        self._generation = self._on_store(self.home.next_generation, deadline) - 1
+
+    def _on_store(self, work, deadline: float):
+        """What the store's thread returns or raises. TimeoutError: a file system that does not answer."""
+        return self.home.run(work).result(max(0.0, deadline - time.monotonic()))
+
+    def _restore(self, deadline: float, at_most: int) -> None:
+        """Restore the chosen generation, or an older one that every rank has."""
         if self.settings.restore == "off":
             return
-        if self.home.manifest is None:
-            self._cold(self._why_cold(passed), "nothing that fits is stored")
+        home = self.home
+        if at_most < home.generation:
+            self._find(deadline, at_most)
+        if home.manifest is None:
+            self._cold(self._on_store(self._why_cold, deadline), "nothing that fits is stored")
             self.restore_state = "done"
             return
-        if self.home.manifest.pools != self.pages.pools or self.home.manifest.page_tokens != self.tree.page_tokens:
-            self.home.manifest = None
+        if home.manifest.pools != self.pages.pools or home.manifest.page_tokens != self.tree.page_tokens:
+            home.manifest = home.fuller = None
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
             self.restore_state = "done"
             return
         if self.settings.restore == "background":
             logger.info("restoring in the background comes in a later version: this start waits")
-        began = time.monotonic()
+        began, generation = time.monotonic(), home.generation
         self.restore_state = "running"
-        deadline = began + self.settings.restore_timeout
-        for _ in restore(self.tree, self.pages, self.home, self.settings, deadline, self.restored):
-            pass
-        self.pages.settle()
+        attempt = self._on_store(lambda: attempts.begin(self.fs, home.path, generation), deadline)
+        completed = False
+        try:
+            for _ in restore(self.tree, self.pages, home, self.settings, deadline, self.restored):
+                pass
+            self.pages.settle()
+            completed = True
+        finally:
+            home.run(lambda: attempts.end(self.fs, home.path, generation, attempt, completed))
         self.restore_seconds = time.monotonic() - began
         self.restore_state = "done"
         for error in self.restored.errors[:20]:
@@ -175,18 +219,22 @@ class Persistence:
         if not self.restored.tokens:
             self._cold(next(iter(self.restored.refused), "no_snapshot"), "no node could be restored")
         logger.info(
-            "restored %d of %d tokens of generation %d in %.2f s%s", self.restored.tokens, self.restored.total_tokens,
-            self.home.manifest.generation, self.restore_seconds,
+            "restored %d of %d tokens of generation %d%s in %.2f s%s", self.restored.tokens,
+            self.restored.total_tokens, generation,
+            f" and, where they are not in it, of {home.fuller.generation}" if home.fuller else "",
+            self.restore_seconds,
             f", refused nodes: {dict(self.restored.refused)}" if self.restored.refused else "",
         )  # fmt: skip
 
-    def _why_cold(self, passed: list[Exception]) -> str:
-        if any(isinstance(e, NewerFormat) for e in passed):
-            return "newer_format"
+    def _why_cold(self) -> str:
+        passed = self._passed
+        for kind in (NewerFormat, Unusable):
+            if any(isinstance(e, kind) for e in passed):
+                return kind.reason
         if passed:
             return "damaged"
         others = []
-        for path in names.shard_dirs(self.fs, self.settings.dir):
+        for path in names.shard_dirs(self.fs, self.home.root):
             for generation in shard.generations(self.fs, path)[:1]:
                 try:
                     others.append(shard.load_manifest(self.fs, path, generation).identity)
@@ -195,15 +243,25 @@ class Persistence:
         return identity.why_cold(self.identity, others)
 
     def _check_writable(self) -> None:
-        """Say at the start, not at the first interval, that nothing can be written."""
+        """Say at the start, not at the first interval, that nothing can be written; and hold a lowered budget."""
+        started = self.home.run(self._become_writer)
         try:
-            self.home.become_writer()
-            self._store_bytes = verify.store_bytes(self.fs, self.settings.dir)[1]
-            self._budget = self.settings.max_bytes.of(self.fs.space(self.settings.dir)[1])
+            self._store_bytes, self._budget = started.result(START_WAIT)
+        except TimeoutError:
+            self._failed(StoreUnavailable(f"{self.home.root}: the file system has not answered for {START_WAIT:.0f} s"))
         except PersistError as error:
             if self.restored.tokens == 0:
                 self.why_cold = error.reason
             self._failed(error)
+        except Exception as error:
+            logger.exception("the store could not be opened for writing")
+            self._failed(error)
+
+    def _become_writer(self) -> tuple[int, int]:
+        """On the store's thread. Returns (bytes of the whole store, its budget)."""
+        self.keeper.start()
+        root = self.home.root
+        return verify.store_bytes(self.fs, root)[1], self.settings.max_bytes.of(self.fs.space(root)[1])
 
     def _cold(self, reason: str, detail: str) -> None:
         self.why_cold = reason
@@ -253,8 +311,8 @@ class Persistence:
     def _begin(self, command: PersistCommand, deadline: float | None = None) -> None:
         self._command = command
         self._generation = max(self._generation, command.generation)
-        request = SaveRequest(command.generation, command.reason, self.shards, deadline)
-        self._job = save(self.tree, self.pages, self.home, self.identity, request, self.settings)
+        request = SaveRequest(command.generation, command.reason, deadline)
+        self._job = save(self.tree, self.pages, self.keeper, request)
 
     def _step(self):
         """One slice; returns what it waits for, or None. The end of the job, good or bad, is dealt with here."""

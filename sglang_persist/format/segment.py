@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -117,11 +117,23 @@ class RecordKey:
     def pages(self) -> int:
         return len(self.hashes) // HASH_BYTES
 
+    def first_pages(self, count: int, page_tokens: int) -> RecordKey:
+        """The same record, cut off after `count` pages."""
+        if count == self.pages:
+            return self
+        tokens = self.tokens[: count * page_tokens + self.space.extra_tokens]
+        return replace(self, tokens=tokens, hashes=self.hashes[: count * HASH_BYTES])
+
 
 def record_checksum(segment_id: bytes, ordinal: int, chunks: Sequence) -> int:
     """Seeded with the record's place, so that a sound record in another place or file does not pass."""
     seed = int.from_bytes(segment_id[:8], "little") ^ ordinal
     return envelope.digest64(*chunks, seed=seed)
+
+
+def entry_bytes(pages: int, tokens: int, parts: int) -> int:
+    """At most so much does a record add to an index: its row with a space of its own, its parts, hashes and tokens."""
+    return 256 + 24 * parts + KEY_BYTES * pages + 8 * tokens
 
 
 class IndexBuilder:
@@ -136,6 +148,8 @@ class IndexBuilder:
         self._keys: list[bytes] = []
         self._tokens: list[np.ndarray] = []
         self.records = 0
+        #: More than the index will take, whatever it compresses to.
+        self.bytes = 256 + sum(128 + len(b.name) for p in pools for b in p.buffers)
 
     def add(self, key: RecordKey, offset: int, stored_bytes: int, checksum: int, parts: Sequence[Part]) -> int:
         """A new record; returns its ordinal."""
@@ -161,6 +175,7 @@ class IndexBuilder:
         self._keys.append(keys)
         self._tokens.append(tokens)
         self.records += 1
+        self.bytes += entry_bytes(pages, len(tokens), len(parts))
         return self.records - 1
 
     def body(self) -> dict:

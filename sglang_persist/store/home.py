@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from sglang_persist.config import Size
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
+from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
 from sglang_persist.plan import Known, SavePlan
-from sglang_persist.store import names, prune, shard, verify
+from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
 
 KEEP = 2
+#: Seconds for which a generation that is fuller than the newest ones is kept.
+RECENT = 24 * 3600
 
 
 class Home:
@@ -27,6 +31,8 @@ class Home:
         self.path = root / names.model_dir(identity) / names.cut_dir(identity) / shard_name
         self.namespace = names.namespace_id(identity)
         self.manifest: Manifest | None = None
+        #: A complete generation with more in it than the newest one, if there is one.
+        self.fuller: Manifest | None = None
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known: dict[int, Known] = {}
         self._lock: Lock | None = None
@@ -40,9 +46,12 @@ class Home:
     def generation(self) -> int:
         return self.manifest.generation if self.manifest else 0
 
-    def find(self) -> list[Exception]:
-        """Choose the newest complete generation that verifies; returns why newer ones were passed over."""
-        self.manifest, passed = shard.newest(self.fs, self.path)
+    def find(self, at_most: float = math.inf) -> list[Exception]:
+        """Choose the newest complete generation that verifies, and a fuller one beside it; returns why newer ones were
+        passed over. Passed over is also what processes died of while they restored it, twice."""
+        deadly = attempts.deadly(self.fs, self.path)
+        self.manifest, passed = shard.newest(self.fs, self.path, at_most, deadly)
+        self.fuller = shard.fullest(self.fs, self.path, self.manifest, deadly)
         return passed
 
     def next_generation(self) -> int:
@@ -52,7 +61,12 @@ class Home:
     def become_writer(self) -> None:
         """Make the directory, take the lock, know all stored segments. Raises StoreBusy, StoreUnavailable."""
         if self._lock is not None:
-            return
+            if self._lock.held():
+                self.forget_missing()
+                return
+            # The directory was deleted underneath. Everything that is in the tree will be written again.
+            self._release()
+            self.manifest, self.fuller, self.segments, self.known = None, None, {}, {}
         self.fs.make_dir(self.path)
         # A process that was killed may have made these names without making them durable.
         for directory in (self.root, self.path.parent.parent, self.path.parent):
@@ -63,7 +77,7 @@ class Home:
             newest, _ = shard.newest(self.fs, self.path)
             if newest and newest.generation != self.generation:
                 # Another writer was here since we looked: build on what it wrote.
-                self.manifest, self.segments, self.known = newest, {}, {}
+                self.manifest, self.fuller, self.segments, self.known = newest, None, {}, {}
             # What a restore has just opened is known already.
             for segment in self.open_segments([], only_unknown=True).values():
                 segment.close()
@@ -72,16 +86,20 @@ class Home:
             self._release()  # whoever tries again starts from the beginning
             raise
 
-    def room(self, max_bytes: Size, min_free: Size) -> int:
-        """Bytes by which the store may grow: within its budget, and leaving the file system what it must keep free."""
-        free, total = self.fs.space(self.root)
-        used = verify.store_bytes(self.fs, self.root)[1]
-        return min(max_bytes.of(total) - used, free - min_free.of(total))
+    def forget_missing(self) -> None:
+        """Segments that were deleted behind our back: what they held counts as not stored, and is written again."""
+        there = {names.segment_of(entry.name): entry.bytes for entry in self.fs.list(self.path)}
+        missing = {i for i, index in self.segments.items() if there.get(i) != index.file_bytes}
+        if missing:
+            logger.warning("%s: %d segments are gone", self.path, len(missing))
+            self.segments = {i: index for i, index in self.segments.items() if i not in missing}
+            self.known = {node: k for node, k in self.known.items() if missing.isdisjoint(p.segment for p in k.pieces)}
 
     def open_segments(self, errors: list[str], only_unknown: bool = False) -> dict[bytes, Segment]:
-        """Open the segments of the chosen generation and learn their indexes; what cannot be opened is in `errors`."""
+        """Open the segments of the chosen generations and learn their indexes; what cannot be opened is in `errors`."""
         opened: dict[bytes, Segment] = {}
-        for ref in self.manifest.segments if self.manifest else ():
+        refs = {ref.id: ref for m in (self.fuller, self.manifest) if m is not None for ref in m.segments}
+        for ref in refs.values():
             if only_unknown and ref.id in self.segments:
                 continue
             try:
@@ -118,21 +136,23 @@ class Home:
     def adopt(self, m: Manifest, known: Mapping[int, Known], written: list[SegmentIndex]) -> None:
         """A generation was committed: it is what the next snapshot builds on."""
         everything = {**self.segments, **{i.id: i for i in written}}
-        self.manifest, self.known = m, dict(known)
+        self.manifest, self.known, self.fuller = m, dict(known), None
         self.segments = {ref.id: everything[ref.id] for ref in m.segments}
 
     def sweep(self) -> None:
         """Remove what interrupted writes left, as only the holder of the lock may."""
         prune.execute(self.fs, prune.plan_leftovers(self.fs, self.path))
 
-    def retire(self) -> None:
-        """Remove generations beyond the newest complete ones, then segments that none of those kept names."""
-        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, KEEP))
+    def retire(self, keep: int = KEEP) -> None:
+        """Remove generations beyond the newest complete ones and, beside at least two, the fullest recent one; then
+        segments that none of those kept names."""
+        since = time.time() - RECENT if keep >= KEEP else math.inf
+        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, keep, since))
 
     def drop(self) -> None:
         """Remove everything that is stored here. Raises StoreBusy where another server writes."""
         self.become_writer()
-        self.manifest, self.segments, self.known = None, {}, {}
+        self.manifest, self.fuller, self.segments, self.known = None, None, {}, {}
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
 
     def close(self, timeout: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """The names below a store's root. FORMAT.md section 1. No name is ever taken from inside a file.
 
 <root>/<architecture>-<16 hex of the model digest>/<16 hex of the cut digest>/<shard>/
-    gen-<generation>.kvm   seg-<segment id>.kvs   tmp-*   LOCK
+    gen-<generation>.kvm   seg-<segment id>.kvs   tmp-*   LOCK   restoring-<generation>-<8 hex>
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SHARD = re.compile(r"dp[0-9]+(?:-[a-z]+[0-9]+)+")
 MANIFEST = re.compile(r"gen-([0-9]{10})\.kvm")
 SEGMENT = re.compile(r"seg-([0-9a-f]{32})\.kvs")
 TEMPORARY = re.compile(r"tmp-.+")
+RESTORING = re.compile(r"restoring-([0-9]{10})-[0-9a-f]{8}")
 LOCK = "LOCK"
 
 
@@ -53,6 +54,21 @@ def manifest(generation: int) -> str:
 
 def segment(segment_id: bytes) -> str:
     return f"seg-{segment_id.hex()}.kvs"
+
+
+def restoring(generation: int, unique: bytes) -> str:
+    """An empty file that is there, and locked, while a process restores a generation."""
+    return f"restoring-{generation:010d}-{unique.hex()}"
+
+
+def restoring_of(name: str) -> int | None:
+    match = RESTORING.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_lock(name: str) -> bool:
+    """Files that are empty: their names say everything."""
+    return name == LOCK or bool(RESTORING.fullmatch(name))
 
 
 def generation_of(name: str) -> int | None:

@@ -7,6 +7,7 @@ stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,9 +59,9 @@ class _Shard:
         for name in self.sizes:
             segment = names.segment_of(name)
             gone = segment in named or (leftovers and not self.unsure)
-            if (segment is not None and segment not in kept and gone) or (
-                leftovers and names.TEMPORARY.fullmatch(name)
-            ):
+            attempt = names.restoring_of(name)
+            left = names.TEMPORARY.fullmatch(name) or (attempt is not None and attempt not in self.manifests)
+            if (segment is not None and segment not in kept and gone) or (leftovers and left):
                 plan.files.append(self.path / name)
         plan.kept += self.unreadable
         plan.bytes.update({self.path / n: size for n, size in self.sizes.items()})
@@ -78,23 +79,28 @@ def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
     return found
 
 
-def _surplus(fs: FileSystem, one: _Shard, keep: int) -> list[int]:
-    """Generations older than the `keep` newest complete ones."""
+def _surplus(fs: FileSystem, one: _Shard, keep: int, fullest_since: float = math.inf) -> list[int]:
+    """Generations older than the `keep` newest complete ones, but for the fullest one made since then.
+
+    The last is what a restart goes back to after the tree was emptied, flushed or restored in part.
+    """
     if keep == 0:
         return list(one.manifests)
-    complete = 0
-    for generation in sorted(one.manifests, reverse=True):
-        complete += shard.is_complete(fs, one.path, one.manifests[generation])
-        if complete >= keep:
-            return [g for g in one.manifests if g < generation]
-    return []
+    complete = [
+        g for g in sorted(one.manifests, reverse=True) if shard.is_complete(fs, one.path, one.manifests[g])
+    ]
+    if len(complete) < keep:
+        return []
+    recent = [g for g in complete if one.manifests[g].created >= fullest_since]
+    fullest = max(recent, key=lambda g: (one.manifests[g].tokens, g), default=None)
+    return [g for g in one.manifests if g < complete[keep - 1] and g != fullest]
 
 
-def plan_shard(fs: FileSystem, path: Path, keep: int) -> PrunePlan:
+def plan_shard(fs: FileSystem, path: Path, keep: int, fullest_since: float = math.inf) -> PrunePlan:
     """What the writer of a shard (the holder of its lock) retires after a commit."""
     plan = PrunePlan()
     one = _read(fs, path, busy=False)
-    one.drop(_surplus(fs, one, keep), plan, leftovers=True)
+    one.drop(_surplus(fs, one, keep, fullest_since), plan, leftovers=True)
     return plan
 
 
@@ -105,8 +111,12 @@ def plan_leftovers(fs: FileSystem, path: Path) -> PrunePlan:
     return plan
 
 
-def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = None) -> tuple[PrunePlan, list[Lock]]:
-    """Keep the newest complete generations of every shard; beyond that, oldest first until `max_bytes` are left.
+def plan_store(
+    fs: FileSystem, root: Path, keep: int, max_bytes: int | None = None, free_bytes: int = 0,
+    fullest_since: float = math.inf,
+) -> tuple[PrunePlan, list[Lock]]:  # fmt: skip
+    """Keep the newest complete generations of every shard; beyond that, oldest first until `max_bytes` are left and
+    `free_bytes` are gained.
 
     Returns the locks of all shards that no server holds, to be released once the plan was executed.
     """
@@ -118,7 +128,7 @@ def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = No
             shards.append(_read(fs, path, _busy(fs, path, locks)))
         except StoreError as error:
             problems.append(str(error))
-    going = {s.path: set(_surplus(fs, s, keep)) for s in shards}
+    going = {s.path: set(_surplus(fs, s, keep, fullest_since)) for s in shards}
     current = {s.path: _newest(fs, s) for s in shards if s.busy}
 
     def build() -> PrunePlan:
@@ -128,7 +138,7 @@ def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = No
         return plan
 
     plan = build()
-    if max_bytes is None:
+    if max_bytes is None and not free_bytes:
         return plan, locks
     total = sum(sum(s.sizes.values()) for s in shards)
     order = sorted(
@@ -141,7 +151,7 @@ def plan_store(fs: FileSystem, root: Path, keep: int, max_bytes: int | None = No
         key=lambda entry: (entry[0], str(entry[1]), entry[2]),
     )
     for _, cut, generation in order:
-        if total - plan.freed_bytes <= max_bytes:
+        if plan.freed_bytes >= free_bytes and (max_bytes is None or total - plan.freed_bytes <= max_bytes):
             break
         for s in shards:
             if s.path.parent == cut and generation in s.manifests and generation not in current.get(s.path, ()):

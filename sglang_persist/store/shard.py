@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
-from sglang_persist.errors import ChecksumMismatch, FormatError, LimitExceeded, Malformed, StoreError, Truncated
+from sglang_persist.errors import (
+    ChecksumMismatch,
+    FormatError,
+    LimitExceeded,
+    Malformed,
+    StoreError,
+    Truncated,
+    Unusable,
+)
 from sglang_persist.format import codec, limits, manifest, segment
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, ReadFile
@@ -54,10 +64,17 @@ def is_complete(fs: FileSystem, path: Path, m: Manifest) -> bool:
     return True
 
 
-def newest(fs: FileSystem, path: Path) -> tuple[Manifest | None, list[Exception]]:
+def newest(
+    fs: FileSystem, path: Path, at_most: float = math.inf, deadly: Collection[int] = ()
+) -> tuple[Manifest | None, list[Exception]]:
     """The newest generation that verifies and is complete, and why newer ones were passed over."""
     passed: list[Exception] = []
     for generation in generations(fs, path):
+        if generation > at_most:
+            continue
+        if generation in deadly:
+            passed.append(Unusable("processes died while they restored it", path / names.manifest(generation)))
+            continue
         try:
             found = load_manifest(fs, path, generation)
         except (FormatError, StoreError) as error:
@@ -67,6 +84,21 @@ def newest(fs: FileSystem, path: Path) -> tuple[Manifest | None, list[Exception]
             return found, passed
         passed.append(Malformed("not every rank has this generation", path / names.manifest(generation)))
     return None, passed
+
+
+def fullest(fs: FileSystem, path: Path, than: Manifest | None, deadly: Collection[int] = ()) -> Manifest | None:
+    """The older generation with the most tokens, where that is more than `than` has and all else is alike."""
+    best = None
+    for generation in generations(fs, path) if than is not None else ():
+        if generation < than.generation and generation not in deadly:
+            try:
+                found = load_manifest(fs, path, generation)
+            except (FormatError, StoreError):
+                continue
+            alike = (found.pools, found.page_tokens, found.shards) == (than.pools, than.page_tokens, than.shards)
+            if alike and found.tokens > (best or than).tokens and is_complete(fs, path, found):
+                best = found
+    return best
 
 
 class Segment:

@@ -116,9 +116,9 @@ def _shard(fs: FileSystem, root: Path, path: Path, deep: bool, report: Report, p
                 for ref in found.segments:
                     named.setdefault(ref.id, []).append(found)
             progress(entry.bytes)
-        elif names.TEMPORARY.fullmatch(entry.name) or entry.name == names.LOCK:
+        elif names.TEMPORARY.fullmatch(entry.name) or names.is_lock(entry.name):
             report.leftovers += 1
-            if entry.name == names.LOCK and entry.bytes:
+            if names.is_lock(entry.name) and entry.bytes:
                 report.add(root, place, f"holds {entry.bytes} bytes; a lock is empty", "malformed")
         elif names.segment_of(entry.name) is None:
             report.add(root, place, "not a file of this store", "foreign")

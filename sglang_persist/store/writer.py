@@ -81,6 +81,15 @@ class _OpenSegment:
             return self.index.add(source, offset, encoded.stored_bytes, checksum, encoded.parts)
         return self.index.copy(*source, offset, encoded.stored_bytes, checksum)
 
+    def would_be(self, source: RecordKey | tuple[SegmentIndex, int], encoded: Encoded) -> int:
+        """At most so large would the sealed file be with this record in it."""
+        if isinstance(source, RecordKey):
+            pages, parts = source.pages, encoded.parts
+        else:
+            pages, parts = int(source[0].pages[source[1]]), source[0].record_parts(source[1])
+        entry = segment.entry_bytes(pages, (pages + 1) * self.index.page_tokens, len(parts))
+        return self.file.bytes + encoded.stored_bytes + self.index.bytes + entry + segment.TRAILER_BYTES
+
     def seal(self) -> SegmentIndex:
         stored, raw_bytes, digest = envelope.seal(self.index.body())
         trailer = segment.Trailer(self.file.bytes, len(stored), raw_bytes, self.index.records, digest)
@@ -114,6 +123,8 @@ class SegmentWriter:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
         self._pending = 0
+        #: Bytes in files so far.
+        self.written = 0
         self._stop = False
         self._open: _OpenSegment | None = None
         self.indexes: list[SegmentIndex] = []
@@ -127,6 +138,16 @@ class SegmentWriter:
         """Whether another record may be handed in now, waiting up to `timeout` seconds for room."""
         with self._room:
             return self._room.wait_for(lambda: self._pending < self._limit or self.sealed.done(), timeout)
+
+    def due(self) -> int:
+        """Bytes of what was handed in: on disk, or not coded yet."""
+        with self._room:
+            return self.written + self._pending
+
+    def idle(self, timeout: float = 0.0) -> bool:
+        """Whether everything that was handed in is written, waiting up to `timeout` seconds for it."""
+        with self._room:
+            return self._room.wait_for(lambda: not self._pending or self.sealed.done(), timeout)
 
     def submit(self, key: RecordKey, raw: np.ndarray) -> None:
         """Queue one record. `raw` must not change any more. Raises what stopped the writer, if something did."""
@@ -173,12 +194,14 @@ class SegmentWriter:
             while (item := self._queue.get()) is not None and not self._stop:
                 source, size, job = item
                 encoded: Encoded = job.result()
+                if self._open and self._open.would_be(source, encoded) > self._segment_bytes:
+                    self._seal_open()
                 if self._open is None:
                     self._open = self._new()
+                before = self._open.file.bytes
                 self.placed.append((self._open.id, self._open.add(source, encoded)))
-                if self._open.file.bytes >= self._segment_bytes:
-                    self._seal_open()
                 with self._room:
+                    self.written += self._open.file.bytes - before
                     self._pending -= size
                     self._room.notify_all()
             if self._stop:
@@ -210,9 +233,12 @@ class SegmentWriter:
         self.sealed.set_exception(error)
 
 
-def commit(fs: FileSystem, path: Path, m: Manifest) -> int:
-    """Make a generation count: its manifest, durable under its name. Returns the manifest's bytes."""
-    if fs.exists(path / names.manifest(m.generation)):
+def commit(fs: FileSystem, path: Path, m: Manifest, again: bool = False) -> int:
+    """Make a generation count: its manifest, durable under its name. Returns the manifest's bytes.
+
+    `again`: in the place of what this process has committed under that name. Readers find the one or the other.
+    """
+    if not again and fs.exists(path / names.manifest(m.generation)):
         raise StoreBusy(f"{path / names.manifest(m.generation)}: this generation is committed already")
     data = manifest.encode(m)
     temporary = _temporary(path, names.manifest(m.generation))

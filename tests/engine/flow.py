@@ -10,8 +10,9 @@ import real
 
 from sglang_persist import config
 from sglang_persist.fs import REAL
+from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.restore import RestoreResult, restore
-from sglang_persist.save import SaveRequest, SaveResult, save
+from sglang_persist.save import SaveResult, save
 from sglang_persist.store.home import Home
 
 SHARD = "dp0-adp0-pp0-cp0-tp0"
@@ -27,9 +28,12 @@ def home(root: Path, fs=REAL) -> Home:
     return Home(fs, root, real.IDENTITY, SHARD)
 
 
+def keeper(e: real.Engine, at: Home, using=SETTINGS, shards=(SHARD,)) -> Keeper:
+    return Keeper(at, Shape(real.IDENTITY, e.pages.pools, e.tree.page_tokens, shards, len(shards)), using)
+
+
 def begin(e: real.Engine, at: Home, deadline=None, using=SETTINGS):
-    request = SaveRequest(at.next_generation(), "manual", (SHARD,), deadline)
-    return save(e.tree, e.pages, at, real.IDENTITY, request, using)
+    return save(e.tree, e.pages, keeper(e, at, using), SaveRequest(at.next_generation(), "manual", deadline))
 
 
 def advance(job, slices: int) -> None:

@@ -224,9 +224,10 @@ def test_generation_names_its_shards_and_counts_when_all_have_it(tmp_path, rng):
     real.populate(e, rng, 3)
     at = flow.home(tmp_path)
     flow.snapshot(e, at)
-    two = flow.SaveRequest(2, "manual", (flow.SHARD, "dp0-adp0-pp0-cp0-tp1"))
+    two = flow.SaveRequest(2, "manual")
     e.put(real.random_tokens(rng, 30))
-    flow.finish(flow.save(e.tree, e.pages, at, real.IDENTITY, two, flow.SETTINGS))
+    shards = (flow.SHARD, "dp0-adp0-pp0-cp0-tp1")
+    flow.finish(flow.save(e.tree, e.pages, flow.keeper(e, at, shards=shards), two))
     found, passed = shard.newest(REAL, at.path)
     assert found.generation == 1
     assert "not every rank" in str(passed[0])
@@ -246,7 +247,8 @@ def test_segments_stay_few_and_nothing_is_lost_over_many_snapshots(tmp_path, rng
     assert flow.snapshot(again, at).new_bytes == 0
 
 
-def test_space_of_dead_records_comes_back(tmp_path, rng):
+def test_space_of_dead_records_comes_back(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr("sglang_persist.store.home.RECENT", -3600)  # no fuller generation is kept
     e = real.engine()
     at = flow.home(tmp_path)
     e.put(real.random_tokens(rng, 3000))

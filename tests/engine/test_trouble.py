@@ -243,15 +243,15 @@ def test_writer_that_takes_over_numbers_above_the_other_server(tmp_path, rng):
     old.put(real.random_tokens(rng, 100))
     flow.snapshot(old, a)
     new, b, _ = flow.restart(tmp_path)
-    stale = flow.SaveRequest(b.next_generation(), "interval", (flow.SHARD,))
+    stale = flow.SaveRequest(b.next_generation(), "interval")
     with pytest.raises(StoreBusy):
-        flow.finish(flow.save(new.tree, new.pages, b, real.IDENTITY, stale, flow.SETTINGS))
+        flow.finish(flow.save(new.tree, new.pages, flow.keeper(new, b), stale))
     for _ in range(3):
         old.put(real.random_tokens(rng, 100))
         flow.snapshot(old, a)
     a.close()
     key = new.put(real.random_tokens(rng, 100))
-    saved = flow.finish(flow.save(new.tree, new.pages, b, real.IDENTITY, stale, flow.SETTINGS))
+    saved = flow.finish(flow.save(new.tree, new.pages, flow.keeper(new, b), stale))
     assert saved.generation == 5
     b.close()
     assert verify.verify(REAL, tmp_path, deep=True).findings == []

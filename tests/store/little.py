@@ -111,7 +111,7 @@ class Little:
         first = key(self.rng, 1)
         keys = [key(self.rng, 20), first, key(self.rng, 1, parent=first)]
         raws = [payload(self.rng, k.pages) for k in keys]
-        out = writer(self.fs, self.home, segment_bytes=1000)
+        out = writer(self.fs, self.home, segment_bytes=3000)
         for one, raw in zip(keys, raws, strict=True):
             out.submit(one, raw)
         out.seal().result(30)

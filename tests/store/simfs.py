@@ -62,11 +62,9 @@ class SimLock(Lock):
         self._fs = fs
         super().__init__(path)
 
-    def release(self) -> None:
-        if self._fs.crashed and self._fd >= 0:  # the kernel closes it, nobody removes the file
-            os.close(self._fd)
-            self._fd = -1
-        super().release()
+    def release(self, remove: bool = True) -> None:
+        # After a crash the kernel closes it, nobody removes the file.
+        super().release(remove and not self._fs.crashed)
 
 
 class SimFs(FileSystem):

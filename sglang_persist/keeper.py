@@ -1,0 +1,255 @@
+"""What is done to a shard on the store's thread: make room, make generations count, join and rewrite segments.
+
+The budget belongs to the whole store: all namespaces, all ranks, temporary files. Of what the other namespaces leave,
+each rank of ours has an equal part. Where a snapshot does not fit, old generations go first, oldest first, in whatever
+namespace; then the coldest paths of our own tree, leaf before ancestor. What nothing refers to any more is gained by
+deleting segments that are dead as a whole and rewriting those that are so in good part, one at a time: the overshoot is
+one segment, and no segment is larger than a tenth of the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from sglang_persist.errors import FormatError, StoreBusy, StoreError
+from sglang_persist.format.codec import Codec, choose
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.log import logger
+from sglang_persist.model import Identity, Manifest, Pool, SegmentRef
+from sglang_persist.plan import Settled, newest_part, plan_merge, plan_reclaim
+from sglang_persist.store import prune
+from sglang_persist.store.home import KEEP, RECENT, Home
+from sglang_persist.store.shard import Segment, open_segment
+from sglang_persist.store.verify import store_bytes
+from sglang_persist.store.writer import SEGMENT_BYTES, SegmentWriter, commit, merge
+
+#: Of the budget: what a segment may take, and what a tree that does not fit is cut down to. The rest of it is for what
+#: is dead in segments that are not worth rewriting yet.
+SEGMENT_SHARE, TREE_SHARE = 0.1, 0.75
+#: A record is at most this long and, above 64 tokens, at most this large before coding.
+RECORD_TOKENS, MIN_RECORD_TOKENS, RECORD_BYTES = 256, 64, 8 << 20
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One snapshot to take. `deadline` is on the monotonic clock: past it, what is written by then is committed."""
+
+    generation: int
+    reason: str
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all generations of one process have in common. `ranks` is how many shards share the namespace's bytes."""
+
+    identity: Identity
+    pools: tuple[Pool, ...]
+    page_tokens: int
+    shards: tuple[str, ...]
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes: of the whole store, what this shard may hold of them, and what it does hold."""
+
+    total: int
+    cap: int
+    own: int
+
+    @property
+    def room(self) -> int:
+        return self.cap - self.own
+
+    @property
+    def segment_bytes(self) -> int:
+        return max(1, min(SEGMENT_BYTES, int(self.total * SEGMENT_SHARE)))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The state of the store before a snapshot. `complete`: whether every rank has its newest generation."""
+
+    request: SaveRequest
+    budget: Budget
+    complete: bool
+
+
+class Keeper:
+    """Every method but `expected_bytes` and `record_pages` reads or changes files: they run through `Home.run`."""
+
+    def __init__(self, home: Home, shape: Shape, settings):
+        self.home, self.shape, self.settings = home, shape, settings
+
+    # -------------------------------------------------------------------------------------------- decide
+
+    def expected_page_bytes(self) -> float:
+        """What a page will take on disk: a little more than 16-bit KV really does; other types as they are."""
+        pool = self.shape.pools[0]
+        raw = pool.bytes(1, self.shape.page_tokens)
+        coded = all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers)
+        return (raw * 3 / 4 if coded else raw) + 16 + 8 * self.shape.page_tokens  # and its hash and token ids
+
+    def record_pages(self, budget: Budget) -> int:
+        page_bytes = max(1, self.shape.pools[0].bytes(1, self.shape.page_tokens))
+        pages = max(MIN_RECORD_TOKENS, RECORD_TOKENS) // self.shape.page_tokens
+        pages = min(pages, max(MIN_RECORD_TOKENS // self.shape.page_tokens, RECORD_BYTES // page_bytes))
+        # Two records at least in a segment, however small the budget makes it.
+        return max(1, min(pages, budget.segment_bytes // 2 // page_bytes))
+
+    # ------------------------------------------------------------------------------------------- measure
+
+    def budget(self) -> Budget:
+        home = self.home
+        free, whole = home.fs.space(home.root)
+        store, namespace, own = (store_bytes(home.fs, p)[1] for p in (home.root, home.path.parent, home.path))
+        total = min(self.settings.max_bytes.of(whole), store + free - self.settings.min_free.of(whole))
+        return Budget(total, (total - (store - namespace)) // self.shape.ranks, own)
+
+    # ---------------------------------------------------------------------------------------------- move
+
+    def start(self) -> Budget:
+        """Become the writer, and hold a budget that is smaller than what is stored. Raises StoreError."""
+        self.home.become_writer()
+        budget = self.make_room(0)
+        if budget.room < 0 and (m := self.home.manifest) is not None:
+            logger.info("%s: %d bytes above the budget; the coldest prefixes go", self.home.path, -budget.room)
+            part = newest_part(m, self.home.segments, self.home.known, budget.cap * TREE_SHARE)
+            budget = self.shrink(part, SaveRequest(m.generation, m.reason), 0)
+        return budget
+
+    def prepare(self, request: SaveRequest) -> Ready:
+        """Hold the lock and number the generation. Raises StoreBusy, StoreError."""
+        home = self.home
+        home.become_writer()
+        number = home.next_generation()
+        if request.generation < number:
+            # Another server wrote here since ours was numbered. Several ranks cannot renumber one by one.
+            if len(self.shape.shards) > 1:
+                raise StoreBusy(f"{home.path}: generation {request.generation} is taken, the next is {number}")
+            request = replace(request, generation=number)
+        return Ready(request, self.budget(), home.is_complete())
+
+    def make_room(self, wanted: int) -> Budget:
+        """Retire old generations, oldest first, here and where no server writes, until `wanted` bytes have room."""
+        budget = self.budget()
+        if budget.room >= wanted:
+            return budget
+        home = self.home
+        # Of what other namespaces give up, each rank has its part.
+        missing = (wanted - budget.room) * self.shape.ranks
+        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, time.time() - RECENT)
+        try:
+            prune.execute(home.fs, plan)
+        finally:
+            for lock in locks:
+                lock.release()
+        home.forget_missing()
+        return self.budget()
+
+    def shrink(self, part: Settled, request: SaveRequest, wanted: int) -> Budget:
+        """Make a part of what is stored the only generation, then rewrite segments until `wanted` bytes have room."""
+        self._write(part, [], request, again=request.generation == self.home.generation)
+        self.home.retire(1)
+        while (budget := self.budget()).room < wanted:
+            used = part.used()
+            segments = self.home.segments
+            worth = plan_reclaim([segments[s] for s in {s for s, _ in used}], used)
+            if not worth:
+                break
+            try:
+                written = self._rewrite(part, worth[:1], segments)
+            except (FormatError, StoreError) as error:
+                logger.warning("a segment was not rewritten: %s", error)
+                break
+            self._write(part, written, request, again=True)
+            self.home.retire(1)
+        return budget
+
+    def commit(self, settled: Settled, written: list[SegmentIndex], request: SaveRequest) -> tuple[int, int]:
+        """Make the generation count, joined segments included where that is due and there is room for it.
+
+        Returns (bytes added, bytes of the whole store).
+        """
+        new_bytes = sum(i.file_bytes for i in written)
+        segments = {**self.home.segments, **{i.id: i for i in written}}
+        if request.reason != "shutdown":
+            written = written + self._merge(settled, segments)
+        # Already there: the part of it that was kept when room was made.
+        new_bytes += self._write(settled, written, request, again=request.generation == self.home.generation)
+        try:
+            self.home.retire()
+        except StoreError as error:  # the generation counts all the same
+            logger.warning("older generations were not retired: %s", error)
+        return new_bytes, store_bytes(self.home.fs, self.home.root)[1]
+
+    def new_writer(self, budget: Budget) -> SegmentWriter:
+        home, settings = self.home, self.settings
+        return SegmentWriter(
+            home.fs, home.path, home.namespace, self.shape.pools, self.shape.page_tokens, settings.compression,
+            settings.threads, budget.segment_bytes,
+        )  # fmt: skip
+
+    def _write(self, settled: Settled, written: list[SegmentIndex], request: SaveRequest, again: bool = False) -> int:
+        """The manifest's bytes."""
+        home, shape = self.home, self.shape
+        segments = {**home.segments, **{i.id: i for i in written}}
+        used = settled.used()
+        named = [segments[s] for s in dict.fromkeys(s for s, _ in sorted(used))]
+        manifest = Manifest(
+            generation=request.generation,
+            created=time.time(),
+            reason=request.reason,
+            shard=home.path.name,
+            shards=shape.shards,
+            page_tokens=shape.page_tokens,
+            identity=shape.identity,
+            pools=shape.pools,
+            spaces=tuple(settled.spaces),
+            segments=tuple(SegmentRef(i.id, i.file_bytes, i.index_digest, i.records) for i in named),
+            nodes=tuple(settled.nodes),
+            tokens=settled.tokens,
+            raw_bytes=sum(n.pages for n in settled.nodes) * shape.pools[0].bytes(1, shape.page_tokens),
+            stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
+            left_out_tokens=settled.left_out_tokens,
+        )
+        size = commit(home.fs, home.path, manifest, again)
+        # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.
+        home.adopt(manifest, settled.known, written)
+        return size
+
+    def _merge(self, settled: Settled, segments: dict[bytes, SegmentIndex]) -> list[SegmentIndex]:
+        """Rewrite what `plan_merge` chooses; the settled tree then refers to what is new. No merge is no failure."""
+        used = settled.used()
+        budget = self.budget()
+        chosen = plan_merge([segments[s] for s in {s for s, _ in used}], used, budget.segment_bytes)
+        ids = {i.id for i in chosen}
+        if not chosen or sum(int(segments[s].stored[r]) for s, r in used if s in ids) > budget.room:
+            return []
+        try:
+            return self._rewrite(settled, chosen, segments)
+        except (FormatError, StoreError) as error:
+            logger.warning("segments were not joined: %s", error)
+            return []
+
+    def _rewrite(
+        self, settled: Settled, chosen: Iterable[SegmentIndex], segments: dict[bytes, SegmentIndex]
+    ) -> list[SegmentIndex]:
+        """Copy the records of these segments that are used into new ones, as they are coded."""
+        home, ids = self.home, {i.id for i in chosen}
+        records = sorted(r for r in settled.used() if r[0] in ids)
+        opened: dict[bytes, Segment] = {}
+        writer = self.new_writer(self.budget())
+        try:
+            for name in ids:
+                opened[name] = open_segment(home.fs, home.path, name)
+            settled.move(merge(writer, opened, records))
+        finally:
+            writer.abort()
+            for segment in opened.values():
+                segment.close()
+        segments.update({i.id: i for i in writer.indexes})
+        return writer.indexes

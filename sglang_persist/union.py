@@ -1,0 +1,135 @@
+"""Two stored trees as one: what a fuller, older generation holds beside the newest. A decision, without effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.model import Manifest, Node, Piece, SegmentRef, Space
+from sglang_persist.plan import node_tokens, resolve
+
+
+class _Branch:
+    """A node of a union in the making."""
+
+    __slots__ = ("keys", "parent", "pieces", "space", "tokens")
+
+    def __init__(self, parent: int, space: Space, keys: np.ndarray, tokens: np.ndarray, pieces: Sequence[Piece]):
+        self.parent, self.space, self.keys, self.tokens, self.pieces = parent, space, keys, tokens, pieces
+
+    def cut(self, start: int, stop: int, page_tokens: int) -> _Branch:
+        """Pages [start, stop) of it."""
+        tokens = self.tokens[start * page_tokens : stop * page_tokens + self.space.extra_tokens]
+        pieces = [c for p in self.pieces if (c := p.cut(start, stop))]
+        return _Branch(self.parent, self.space, self.keys[start:stop], tokens, pieces)
+
+
+class _Union:
+    """Trees grown into one: a path that is there in part is split where the new one leaves it."""
+
+    def __init__(self, page_tokens: int):
+        self.page_tokens = page_tokens
+        self.branches: list[_Branch] = []
+        self._children: dict[tuple, int] = {}
+
+    def grow(self, m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> tuple[list[int], list[int]]:
+        """Add a tree's sound nodes: (the branch that ends where each of them ends or -1, the branches that are new)."""
+        resolved, ends, new = resolve(m, segments), [], []
+        for node, sound in zip(m.nodes, resolved.sound, strict=True):
+            above = ends[node.parent] if node.parent >= 0 else -1
+            if not sound or (node.parent >= 0 and above < 0):
+                ends.append(-1)
+                continue
+            own = _Branch(
+                above, m.spaces[node.space], node_keys(node, segments), node_tokens(m, node, segments), node.pieces
+            )
+            ends.append(self._follow(own, node.pages, new))
+        return ends, new
+
+    def _follow(self, own: _Branch, pages: int, new: list[int]) -> int:
+        """Walk down from `own.parent` as far as the pages are the same; what is left becomes a branch."""
+        at, done = own.parent, 0
+        while done < pages:
+            rest = own.cut(done, pages, self.page_tokens)
+            child = self._children.get((at, own.space, rest.keys[0].tobytes()))
+            if child is None:
+                rest.parent = at
+                self.branches.append(rest)
+                new.append(self._enter(len(self.branches) - 1))
+                return new[-1]
+            same = self._same_pages(self.branches[child], rest)
+            if not same:  # two pages of one hash: the tokens decide, and the first has the place
+                return -1
+            at = child if same == len(self.branches[child].keys) else self._split(child, same)
+            done += same
+        return at
+
+    def _same_pages(self, a: _Branch, b: _Branch) -> int:
+        most = min(len(a.keys), len(b.keys))
+        tokens = most * self.page_tokens + a.space.extra_tokens
+        other = np.flatnonzero(a.tokens[:tokens] != b.tokens[:tokens])
+        same = most if not len(other) else max(0, int(other[0]) - a.space.extra_tokens) // self.page_tokens
+        other = np.flatnonzero((a.keys[:same] != b.keys[:same]).any(axis=1))
+        return int(other[0]) if len(other) else same
+
+    def _split(self, child: int, pages: int) -> int:
+        """The upper part becomes a branch of its own; the lower part keeps its number, as its end stays."""
+        whole = self.branches[child]
+        self.branches.append(whole.cut(0, pages, self.page_tokens))
+        upper = self._enter(len(self.branches) - 1)
+        self.branches[child] = whole.cut(pages, len(whole.keys), self.page_tokens)
+        self.branches[child].parent = upper
+        self._enter(child)
+        return upper
+
+    def _enter(self, i: int) -> int:
+        branch = self.branches[i]
+        self._children[branch.parent, branch.space, branch.keys[0].tobytes()] = i
+        return i
+
+    def manifest(self, m: Manifest, more: Sequence[SegmentRef], order: Iterable[int]) -> Manifest:
+        """`m` with these branches for nodes, each after its ancestors."""
+        place: dict[int, int] = {}
+        spaces: dict[Space, int] = {space: i for i, space in enumerate(m.spaces)}
+        nodes: list[Node] = []
+        for leaf in order:
+            path = []
+            while leaf >= 0 and leaf not in place:
+                path.append(leaf)
+                leaf = self.branches[leaf].parent
+            for i in reversed(path):
+                b = self.branches[i]
+                place[i] = len(nodes)
+                space = spaces.setdefault(b.space, len(spaces))
+                nodes.append(Node(place.get(b.parent, -1), space, len(b.keys), tuple(b.pieces)))
+        return replace(
+            m,
+            nodes=tuple(nodes),
+            spaces=tuple(spaces),
+            segments=tuple({ref.id: ref for ref in (*m.segments, *more)}.values()),
+            tokens=sum(n.pages for n in nodes) * m.page_tokens,
+        )
+
+
+def union(newer: Manifest, older: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Manifest:
+    """The tree of `newer` and, older than all of it, what only `older` holds. Nodes that are not sound fall away.
+
+    Both are of one namespace, their pools and pages alike.
+    """
+    grown = _Union(newer.page_tokens)
+    ends, _ = grown.grow(newer, segments)
+    _, new = grown.grow(older, segments)
+    return grown.manifest(newer, older.segments, [*new, *(i for i in ends if i >= 0)])
+
+
+def node_keys(node: Node, segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
+    """What is stored of each page's hash, [pages, 2] u64."""
+    runs = []
+    for p in node.pieces:
+        if p.pool == 0:
+            page = int(segments[p.segment].first_page[p.record]) + p.first
+            runs.append(segments[p.segment].page_hash[page : page + p.pages])
+    return np.concatenate(runs)
