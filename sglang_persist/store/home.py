@@ -74,7 +74,7 @@ class Home:
         self.fs.writable(self.path)
         self._lock = self.fs.lock(self.path / names.LOCK)
         try:
-            newest, _ = shard.newest(self.fs, self.path)
+            newest, _ = shard.newest(self.fs, self.path, deadly=attempts.deadly(self.fs, self.path))
             if newest and newest.generation != self.generation:
                 # Another writer was here since we looked: build on what it wrote.
                 self.manifest, self.fuller, self.segments, self.known = newest, None, {}, {}
