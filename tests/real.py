@@ -137,3 +137,21 @@ def populate(e: Engine, rng: np.random.Generator, count: int = 12) -> list[Radix
         tail = random_tokens(rng, 16 + 16 * (i % 5))
         keys.append(e.put(head + middles[i % 3] + tail, *spaces[i % len(spaces)]))
     return keys
+
+
+def stored_paths_are_part_of(whole, part) -> bool:
+    """Every restored path is, token by token and byte by byte, the beginning of a path that was there."""
+    for space, tokens, _, kv in part:
+        rows = len(tokens) - space.extra_tokens
+        if not any(
+            space == other and tokens == there[: len(tokens)] and kv == _first_rows(kv_there, len(there), rows)
+            for other, there, _, kv_there in whole
+        ):
+            return False
+    return True
+
+
+def _first_rows(kv: bytes, rows: int, wanted: int, buffers: int = 4) -> bytes:
+    size = len(kv) // buffers // rows
+    cut = [kv[i * rows * size : (i * rows + wanted) * size] for i in range(buffers)]
+    return b"".join(cut)

@@ -64,6 +64,8 @@ def load(e: real.Engine, at: Home, timeout: float = 60, using=SETTINGS) -> Resto
     """What a start does: choose a generation and restore it. Leaves `at` as a writer would find it."""
     at.find()
     result = RestoreResult()
+    if at.manifest is None:
+        return result
     for _ in restore(e.tree, e.pages, at, using, time.monotonic() + timeout, result):
         pass
     return result

@@ -19,24 +19,6 @@ def rng():
     return np.random.default_rng(11)
 
 
-def stored_paths_are_part_of(whole, part) -> bool:
-    """Every restored path is, token by token and byte by byte, the beginning of a path that was there."""
-    for space, tokens, _, kv in part:
-        rows = len(tokens) - space.extra_tokens
-        if not any(
-            space == other and tokens == there[: len(tokens)] and kv == _first_rows(kv_there, len(there), rows)
-            for other, there, _, kv_there in whole
-        ):
-            return False
-    return True
-
-
-def _first_rows(kv: bytes, rows: int, wanted: int, buffers: int = 4) -> bytes:
-    size = len(kv) // buffers // rows
-    cut = [kv[i * rows * size : (i * rows + wanted) * size] for i in range(buffers)]
-    return b"".join(cut)
-
-
 @pytest.mark.parametrize("core", ["rust", "python"])
 def test_nodes_split_while_they_are_saved_are_saved_whole(tmp_path, rng, core):
     e = real.engine(core, size=8192)
@@ -73,7 +55,7 @@ def test_eviction_while_saving_leaves_a_prefix_closed_generation(tmp_path, rng, 
     at.close()
     again, _, result = flow.restart(tmp_path, size=8192)
     assert result.tokens == saved.tokens > 0
-    assert stored_paths_are_part_of(before, again.paths())
+    assert real.stored_paths_are_part_of(before, again.paths())
     assert again.match(other) == 0
     again.check()
     assert verify.verify(REAL, tmp_path, deep=True).findings == []
@@ -96,7 +78,7 @@ def test_deadline_commits_what_is_complete(tmp_path, rng, monkeypatch):
     assert saved.tokens + saved.left_out_tokens == e.cache.total_size()[0]
     again, _, result = flow.restart(tmp_path, size=8192)
     assert result.tokens == saved.tokens
-    assert stored_paths_are_part_of(before, again.paths())
+    assert real.stored_paths_are_part_of(before, again.paths())
 
 
 def test_closed_snapshot_leaves_the_store_as_it_was(tmp_path, rng):
@@ -138,7 +120,7 @@ def test_damaged_record_costs_its_nodes_and_their_descendants_only(tmp_path, rng
     assert sum(result.refused.values()) == len(lost)
     assert result.tokens == sum(n.pages for i, n in enumerate(at.manifest.nodes) if i not in lost)
     assert any(place.name in line for line in result.errors)
-    assert stored_paths_are_part_of(before, again.paths())
+    assert real.stored_paths_are_part_of(before, again.paths())
     again.check()
     # Computed again, these pages are written anew: a record known to be damaged is never referred to again.
     for key in keys:

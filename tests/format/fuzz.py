@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+import hypothesis
 from hypothesis import strategies as st
+
+#: How many times more is tried than the suite does: `scripts/fuzz 50`.
+SCALE = int(os.environ.get("FUZZ", "1"))
+
+
+def examples(count: int):
+    return hypothesis.settings(max_examples=count * SCALE)
+
 
 TEXT = st.text(st.characters(), max_size=5)  # lone surrogates too
 KEY = st.text(max_size=3) | st.binary(max_size=3)

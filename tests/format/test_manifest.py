@@ -10,8 +10,8 @@ import builders
 import numpy as np
 import pytest
 from builders import edit_manifest, flip, manifest_body, manifest_raw, put, set_cell, sign_header, with_body_bytes
-from fuzz import ANY, EXTREMES, TEXT, mutate, replace_inside
-from hypothesis import given, settings
+from fuzz import ANY, EXTREMES, TEXT, examples, mutate, replace_inside
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_persist import plan
@@ -85,7 +85,7 @@ def manifests(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(manifests())
 def test_what_is_written_is_what_is_read(m):
     assert manifest.decode(manifest.encode(m)) == m
@@ -387,7 +387,7 @@ def refuses_or_reads(data: bytes) -> None:
     json.dumps(m.identity.soft)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_only_format_errors_escape_from_mutated_msgpack(data):
     raw = mutate(data.draw, manifest_raw(DATA))
@@ -399,7 +399,7 @@ def test_only_format_errors_escape_from_a_mutated_frame(data):
     refuses_or_reads(with_body_bytes(DATA, mutate(data.draw, DATA[manifest.HEADER_BYTES :]), len(manifest_raw(DATA))))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from(COLUMNS), st.integers(0, 999), EXTREMES), min_size=1, max_size=3))
 def test_only_format_errors_escape_from_changed_numbers(changes):
     def edit(body):
@@ -411,7 +411,7 @@ def test_only_format_errors_escape_from_changed_numbers(changes):
     refuses_or_reads(edit_manifest(DATA, edit))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.sampled_from([*sorted(manifest_body(DATA)), "other"]), ANY)
 def test_only_format_errors_escape_from_members_of_other_types(name, value):
     refuses_or_reads(edit_manifest(DATA, member(name, value)))
@@ -420,7 +420,7 @@ def test_only_format_errors_escape_from_members_of_other_types(name, value):
 NESTED = ("pools", "spaces", "segments", "identity", "shards")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_only_format_errors_escape_from_nested_members_of_other_types(data):
     def edit(body):
@@ -429,7 +429,7 @@ def test_only_format_errors_escape_from_nested_members_of_other_types(data):
     refuses_or_reads(edit_manifest(DATA, edit))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(0, 47), st.integers(0, 2**64 - 1) | EXTREMES, st.sampled_from([1, 2, 4, 8]))
 def test_only_format_errors_escape_from_a_changed_header(at, value, width):
     new = (value & (2 ** (8 * width) - 1)).to_bytes(width, "little")[: 48 - at]

@@ -22,8 +22,8 @@ from builders import (
     with_index_bytes,
     with_trailer,
 )
-from fuzz import ANY, EXTREMES, TEXT, mutate, replace_inside
-from hypothesis import given, settings
+from fuzz import ANY, EXTREMES, TEXT, examples, mutate, replace_inside
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_persist.errors import (
@@ -545,7 +545,7 @@ def refuses_or_reads(data: bytes) -> None:
         assert type(error) is not FormatError
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_only_format_errors_escape_from_mutated_msgpack(data):
     refuses_or_reads(with_raw(SEGMENT, mutate(data.draw, builders.index_raw(SEGMENT))))
@@ -557,7 +557,7 @@ def test_only_format_errors_escape_from_a_mutated_frame(data):
     refuses_or_reads(with_index_bytes(SEGMENT, mutate(data.draw, stored), trailer.index_raw_bytes))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(st.tuples(st.sampled_from(sorted(COLUMNS)), st.integers(0, 1 << 20), EXTREMES), min_size=1, max_size=3))
 def test_only_format_errors_escape_from_changed_numbers(changes):
     def edit(body):
@@ -570,13 +570,13 @@ def test_only_format_errors_escape_from_changed_numbers(changes):
     refuses_or_reads(edit_index(SEGMENT, edit))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from([*sorted(index_body(SEGMENT)), "other"]), ANY)
 def test_only_format_errors_escape_from_members_of_other_types(name, value):
     refuses_or_reads(edit_index(SEGMENT, member(name, value)))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_only_format_errors_escape_from_nested_members_of_other_types(data):
     def edit(body):
@@ -585,14 +585,14 @@ def test_only_format_errors_escape_from_nested_members_of_other_types(data):
     refuses_or_reads(edit_index(SEGMENT, edit))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 55), EXTREMES, st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_only_format_errors_escape_from_changed_fixed_parts(at, value, width, in_header):
     new = (value & (2 ** (8 * width) - 1)).to_bytes(width, "little")[: 56 - at]
     refuses_or_reads((with_header if in_header else with_trailer)(SEGMENT, at, new))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_only_format_errors_escape_from_a_mutated_payload(data):
     """Of each codec, with a right record checksum: what comes out has the declared size or is refused."""

@@ -21,32 +21,6 @@ from damage import zero_tokens
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return serving.model("llama")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return serving.prompts(3, chars=5000, shared=2600)
-
-
-@pytest.fixture(scope="module")
-def killed(llama, prompts, tmp_path_factory):
-    """(the store of a server that was killed after a snapshot on demand, the warm pass before it)."""
-    store = tmp_path_factory.mktemp("killed") / "store"
-    with serving.Server(llama, *persist(store)) as server:
-        serve(server, prompts)
-        warm = serve(server, prompts)
-        assert status(server)["restore"]["why_cold"] == "no_snapshot"
-        first = snapshot(server)
-        assert first["new_tokens"] == first["tokens"] > warm.asked / 3
-        again = snapshot(server)
-        assert (again["generation"], again["new_tokens"], again["new_bytes"]) == (first["generation"], 0, 0)
-        server.kill()
-    return store, warm
-
-
 def test_every_way_of_stopping_restarts_warm(llama, prompts, killed, tmp_path):
     store, warm = shutil.copytree(killed[0], tmp_path / "store"), killed[1]
     server = serving.Server(llama, *persist(store))

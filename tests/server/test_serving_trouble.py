@@ -18,11 +18,6 @@ from checks import cli, persist, status
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return serving.model("llama")
-
-
 def test_without_a_directory_nothing_of_ours_runs(llama):
     with serving.Server(llama) as server:
         assert "persist" not in server.get("/server_info")["internal_states"][0]
