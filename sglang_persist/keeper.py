@@ -19,7 +19,7 @@ from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest, Pool, SegmentRef
 from sglang_persist.plan import Settled, newest_part, plan_merge, plan_reclaim
-from sglang_persist.store import prune
+from sglang_persist.store import names, prune
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.store.verify import store_bytes
@@ -105,7 +105,10 @@ class Keeper:
     def budget(self) -> Budget:
         home = self.home
         free, whole = home.fs.space(home.root)
-        store, namespace, own = (store_bytes(home.fs, p)[1] for p in (home.root, home.path.parent, home.path))
+        # What else lies in the directory is not the store's.
+        models = [e.name for e in home.fs.list(home.root) if e.is_dir and names.MODEL.fullmatch(e.name)]
+        store = sum(store_bytes(home.fs, home.root / name)[1] for name in models)
+        namespace, own = (store_bytes(home.fs, p)[1] for p in (home.path.parent, home.path))
         total = min(self.settings.max_bytes.of(whole), store + free - self.settings.min_free.of(whole))
         return Budget(total, (total - (store - namespace)) // self.shape.ranks, own)
 

@@ -58,6 +58,10 @@ class Stalled(FileSystem):
         self._wait("create", path)
         return super().create(path)
 
+    def rights(self, path, follow=True):
+        self._wait("rights", path)
+        return super().rights(path, follow)
+
 
 @pytest.mark.parametrize(("calls", "matching"), [(("list",), "dp0"), (("open",), ".kvm"), (("open",), ".kvs")])
 def test_a_file_system_that_does_not_answer_at_the_start_holds_up_neither_start_nor_serving(
@@ -85,6 +89,15 @@ def test_a_file_system_that_does_not_answer_at_the_start_holds_up_neither_start_
     again = Process(monkeypatch, tmp_path / "store").start()
     assert set(again.engine.paths()) >= set(process.engine.paths())
     assert set(again.engine.paths()) >= set(paths), "what was stored before is the fuller generation"
+
+
+def test_a_file_system_that_does_not_even_show_the_directory_turns_persistence_off(monkeypatch, tmp_path):
+    monkeypatch.setattr("sglang_persist.engine.runtime.START_WAIT", 0.1)
+    fs = Stalled("rights")
+    process = Process(monkeypatch, tmp_path / "store", fs).start()
+    assert process.status["why_off"] == process.status["restore"]["why_cold"] == "timeout"
+    fs.answer.set()
+    process.stop()
 
 
 def test_a_file_system_that_stalls_while_saving_stalls_neither_serving_nor_the_end(monkeypatch, tmp_path, rng):
