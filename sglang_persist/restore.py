@@ -29,6 +29,8 @@ from sglang_persist.store.shard import Segment
 from sglang_persist.union import union
 
 AHEAD_BYTES = 96 << 20
+#: Looking what is stored may take so long, however short the timeout is; so what is left out can be counted.
+LOOK_SECONDS = 1.0
 
 
 @dataclass
@@ -76,7 +78,7 @@ def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, res
     opening = home.run(lambda: home.open_segments(result.errors))
     reads: list[Future] = []
     try:
-        opened = opening.result(max(0.0, deadline - time.monotonic()))
+        opened = opening.result(max(LOOK_SECONDS, deadline - time.monotonic()))
         resolved = resolve(home.manifest, home.segments)
         if home.fuller is not None:
             result.refused += resolved.refused

@@ -25,7 +25,7 @@ from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
 from sglang_persist.model import Identity
-from sglang_persist.restore import RestoreResult, restore
+from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
 from sglang_persist.save import SaveResult, save
 from sglang_persist.store import attempts, names, shard, verify
 from sglang_persist.store.home import Home
@@ -182,7 +182,7 @@ class Persistence:
 
     def _on_store(self, work, deadline: float):
         """What the store's thread returns or raises. TimeoutError: a file system that does not answer."""
-        return self.home.run(work).result(max(0.0, deadline - time.monotonic()))
+        return self.home.run(work).result(max(LOOK_SECONDS, deadline - time.monotonic()))
 
     def _restore(self, deadline: float, at_most: int) -> None:
         """Restore the chosen generation, or an older one that every rank has."""

@@ -69,6 +69,8 @@ def test_a_file_system_that_does_not_answer_at_the_start_holds_up_neither_start_
 ):
     paths = stored(monkeypatch, tmp_path / "store", rng)
     monkeypatch.setattr("sglang_persist.engine.runtime.START_WAIT", 0.1)
+    for place in ("restore", "engine.runtime"):
+        monkeypatch.setattr(f"sglang_persist.{place}.LOOK_SECONDS", 0.1)
     fs = Stalled(*calls, matching=matching)
     process = Process(monkeypatch, tmp_path / "store", fs, restore_timeout=0.3).start()
     try:
