@@ -109,7 +109,10 @@ class Keeper:
         models = [e.name for e in home.fs.list(home.root) if e.is_dir and names.MODEL.fullmatch(e.name)]
         store = sum(store_bytes(home.fs, home.root / name)[1] for name in models)
         namespace, own = (store_bytes(home.fs, p)[1] for p in (home.path.parent, home.path))
-        total = min(self.settings.max_bytes.of(whole), store + free - self.settings.min_free.of(whole))
+        if whole:
+            total = min(self.settings.max_bytes.of(whole), store + free - self.settings.min_free.of(whole))
+        else:  # a file system that does not tell its size: only a limit in bytes can be held
+            total = self.settings.max_bytes.bytes or 1 << 62
         return Budget(total, (total - (store - namespace)) // self.shape.ranks, own)
 
     # ---------------------------------------------------------------------------------------------- move
@@ -121,7 +124,8 @@ class Keeper:
         if budget.room < 0 and (m := self.home.manifest) is not None:
             logger.info("%s: %d bytes above the budget; the coldest prefixes go", self.home.path, -budget.room)
             part = newest_part(m, self.home.segments, self.home.known, budget.cap * TREE_SHARE)
-            budget = self.shrink(part, SaveRequest(m.generation, m.reason), 0)
+            if part.nodes:
+                budget = self.shrink(part, SaveRequest(m.generation, m.reason), 0)
         return budget
 
     def prepare(self, request: SaveRequest) -> Ready:

@@ -70,6 +70,8 @@ class RecordPlan:
 class SavePlan:
     page_tokens: int
     nodes: list[TreeNode]
+    #: Of each node: how many of its pages are to be stored, from its start. Fewer than all where room ends within it.
+    pages: list[int]
     #: Of each node: its space and what is stored already; None where the node vanished while it was planned.
     stored: list[tuple[Space, list[Piece]] | None]
     records: list[RecordPlan]
@@ -110,49 +112,70 @@ def plan_save(
     segments: Mapping[bytes, SegmentIndex],
     page_tokens: int,
     record_pages: int,
+    pages: Sequence[int] | None = None,
 ) -> SavePlan:
-    """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to."""
-    plan = SavePlan(page_tokens, list(nodes), [], [])
+    """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to.
+
+    `pages`: how many of each node's, from its start; all of them unless it is given.
+    """
+    whole = [(n.end - n.start) // page_tokens for n in nodes]
+    plan = SavePlan(page_tokens, list(nodes), list(whole if pages is None else pages), [], [])
     run: _Run | None = None
     for i, node in enumerate(nodes):
-        before = known.get(node.id)
+        before, end = known.get(node.id), node.start + plan.pages[i] * page_tokens
         if node.parent >= 0 and plan.stored[node.parent] is None:
             plan.stored.append(None)
-        elif before and before.end == node.end and before.start <= node.start:
-            skip, pages = (node.start - before.start) // page_tokens, (node.end - node.start) // page_tokens
-            cut = [c for p in before.pieces if (c := p.cut(skip, skip + pages))]
+        elif before and before.start <= node.start and end <= before.end:
+            skip = (node.start - before.start) // page_tokens
+            cut = [c for p in before.pieces if (c := p.cut(skip, skip + plan.pages[i]))]
             plan.stored.append((before.space, cut))
         elif (found := content(node.id)) is None:
             plan.stored.append(None)
         else:
             pieces = find_pieces(found, node.start, segments, page_tokens)
+            pieces = [c for p in pieces if (c := p.cut(0, plan.pages[i]))]
             plan.stored.append((found.space, pieces))
             run = _pack(plan, run, i, node, found, pieces, record_pages)
     if run:
         plan.records.append(run.plan())
     # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
-    newest_first, _ = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0)
+    newest_first = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0).nodes
     order = {node: place for place, node in enumerate(newest_first)}
     plan.records.sort(key=lambda r: min(order[source.node] for source in r.sources))
     return plan
 
 
 def restrict(plan: SavePlan, sizes: Sequence[int], budget: float) -> SavePlan:
-    """The newest paths of a plan whose nodes' `sizes` fit into `budget`: nodes and records of the others fall away."""
-    wanted, _ = choose_paths([n.parent for n in plan.nodes], sizes, budget)
-    index = {old: new for new, old in enumerate(sorted(wanted))}
+    """The newest paths of a plan whose nodes' `sizes` fit into `budget`: nodes and records of the others fall away.
+
+    Of the node in which the room ends, the first pages are kept.
+    """
+    choice = choose_paths([n.parent for n in plan.nodes], sizes, budget, partial=True)
+    pages = {i: plan.pages[i] for i in choice.nodes}
+    pages.update({i: n for i, share in choice.cut.items() if (n := int(share * plan.pages[i]))})
+    index = {old: new for new, old in enumerate(sorted(pages))}
     out = SavePlan(
         plan.page_tokens,
         [plan.nodes[i]._replace(parent=index.get(plan.nodes[i].parent, -1)) for i in index],
-        [plan.stored[i] for i in index],
+        [pages[i] for i in index],
+        [_first_pieces(plan.stored[i], pages[i]) for i in index],
         [],
     )
     for record in plan.records:
         # A record follows a path downwards, so what falls away is its end.
-        sources = [replace(s, node=index[s.node]) for s in record.sources if s.node in index]
-        if pages := sum(s.pages for s in sources):
-            out.records.append(RecordPlan(record.key.first_pages(pages, plan.page_tokens), sources))
+        sources = [
+            Source(index[s.node], s.first, n)
+            for s in record.sources
+            if s.node in index and (n := min(s.pages, pages[s.node] - s.first)) > 0
+        ]
+        if sources:
+            count = sum(s.pages for s in sources)
+            out.records.append(RecordPlan(record.key.first_pages(count, plan.page_tokens), sources))
     return out
+
+
+def _first_pieces(stored: tuple[Space, list[Piece]] | None, pages: int) -> tuple[Space, list[Piece]] | None:
+    return stored and (stored[0], [c for p in stored[1] if (c := p.cut(0, pages))])
 
 
 def stored_sizes(pieces: Iterable[Sequence[Piece]], segments: Mapping[bytes, SegmentIndex]) -> list[int]:
@@ -180,8 +203,7 @@ def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Con
           record_pages: int) -> _Run | None:  # fmt: skip
     """Add the pages of a node that no piece covers to the open run, closing runs that are full or end elsewhere."""
     page, extra = plan.page_tokens, content.space.extra_tokens
-    total = len(content.hashes) // HASH_BYTES
-    for low, high in _gaps(pieces, total):
+    for low, high in _gaps(pieces, plan.pages[i]):
         while low < high:
             if run and not (run.pages < record_pages and _continues(plan, run, i, low)):
                 plan.records.append(run.plan())
@@ -287,9 +309,17 @@ def newest_part(
     """The newest paths of a stored tree that fit into `budget` bytes on disk, and what of `known` they still hold."""
     resolved = resolve(m, segments)
     pieces = [n.pieces if sound else () for n, sound in zip(m.nodes, resolved.sound, strict=True)]
-    wanted, _ = choose_paths([n.parent for n in m.nodes], stored_sizes(pieces, segments), budget, usable=resolved.sound)
-    index = {old: new for new, old in enumerate(sorted(wanted))}
-    nodes = [replace(m.nodes[i], parent=index.get(m.nodes[i].parent, -1)) for i in index]
+    choice = choose_paths(
+        [n.parent for n in m.nodes], stored_sizes(pieces, segments), budget, usable=resolved.sound, partial=True
+    )
+    pages = {i: m.nodes[i].pages for i in choice.nodes}
+    pages.update({i: n for i, share in choice.cut.items() if (n := int(share * m.nodes[i].pages))})
+    index = {old: new for new, old in enumerate(sorted(pages))}
+    nodes = []
+    for i in index:
+        node, count = m.nodes[i], pages[i]
+        kept = tuple(c for p in node.pieces if (c := p.cut(0, count)))
+        nodes.append(Node(index.get(node.parent, -1), node.space, count, kept))
     tokens = sum(n.pages for n in nodes) * m.page_tokens
     out = Settled(nodes, list(m.spaces), {}, tokens, m.left_out_tokens + m.tokens - tokens)
     used = out.used()
@@ -314,7 +344,8 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
     spaces: dict[Space, int] = {}
     for i, node in enumerate(plan.nodes):
         entry = plan.stored[i]
-        pages = (node.end - node.start) // plan.page_tokens
+        pages = plan.pages[i]
+        end = node.start + pages * plan.page_tokens
         pieces = sorted([*entry[1], *written.get(i, ())], key=lambda p: p.at) if entry else []
         if sum(p.pages for p in pieces) != pages or (node.parent >= 0 and node.parent not in index):
             out.left_out_tokens += node.end - node.start
@@ -322,8 +353,9 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
         index[i] = len(out.nodes)
         space = spaces.setdefault(entry[0], len(spaces))
         out.nodes.append(Node(index.get(node.parent, -1), space, pages, tuple(pieces)))
-        out.known[node.id] = Known(node.start, node.end, entry[0], tuple(pieces))
-        out.tokens += node.end - node.start
+        out.known[node.id] = Known(node.start, end, entry[0], tuple(pieces))
+        out.tokens += end - node.start
+        out.left_out_tokens += node.end - end
     out.spaces = list(spaces)
     return out
 
@@ -424,7 +456,7 @@ def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -
     """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`."""
     m, refused = resolved.manifest, Counter(resolved.refused)
     sizes = [n.pages for n in m.nodes]
-    wanted, short = choose_paths(
+    wanted, short, _ = choose_paths(
         [n.parent for n in m.nodes], sizes, capacity_pages, -(-min_tokens // m.page_tokens), resolved.sound
     )
     chosen = set(wanted)
@@ -439,13 +471,23 @@ def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -
     return LoadPlan(sorted(wanted), pages, [(*k, u) for k, u in records.items()], refused)
 
 
-def choose_paths(
-    parents: Sequence[int], sizes: Sequence[int], budget: float, least: int = 0, usable: Sequence[bool] | None = None
-) -> tuple[list[int], set[int]]:
-    """The newest paths within `budget` (the unit of `sizes`), as nodes in the order of choice, parents first.
+class Choice(NamedTuple):
+    """`nodes` in the order of choice, parents first. `short`: nodes on paths that are too short alone. `cut`: nodes in
+    which the budget ended, and the share of them that it had room for."""
 
-    Nodes stand oldest path first. A path that does not fit is taken as far as it does. Second: nodes on paths shorter
-    than `least` alone, which are not taken.
+    nodes: list[int]
+    short: set[int]
+    cut: dict[int, float]
+
+
+def choose_paths(
+    parents: Sequence[int], sizes: Sequence[int], budget: float, least: int = 0, usable: Sequence[bool] | None = None,
+    partial: bool = False,
+) -> Choice:  # fmt: skip
+    """The newest paths within `budget` (the unit of `sizes`), none of them shorter than `least`.
+
+    Nodes stand oldest path first. A path that does not fit is taken as far as it does: to its last node that fits, or,
+    with `partial`, into the next one.
     """
     depth: list[int] = []
     for parent, size in zip(parents, sizes, strict=True):
@@ -454,6 +496,7 @@ def choose_paths(
     wanted: list[int] = []
     chosen: set[int] = set()
     short: set[int] = set()
+    cut: dict[int, float] = {}
     used = 0
     for leaf in range(len(parents) - 1, -1, -1):
         if leaf in inner:
@@ -466,12 +509,17 @@ def choose_paths(
             short.update(path)
             continue
         for node in reversed(path):
-            if (usable is not None and not usable[node]) or used + sizes[node] > budget:
+            if node in cut or (usable is not None and not usable[node]):
+                break
+            if sizes[node] and used + sizes[node] > budget:
+                if partial:
+                    cut[node] = max(0.0, (budget - used) / sizes[node])
+                    used = max(used, budget)
                 break
             chosen.add(node)
             wanted.append(node)
             used += sizes[node]
-    return wanted, short - chosen
+    return Choice(wanted, short - chosen, cut)
 
 
 def select(nodes: Sequence[TreeNode], share: float, min_tokens: int) -> list[TreeNode]:
@@ -479,7 +527,7 @@ def select(nodes: Sequence[TreeNode], share: float, min_tokens: int) -> list[Tre
     if share >= 1 and min_tokens <= 0:
         return list(nodes)
     sizes = [n.end - n.start for n in nodes]
-    wanted, _ = choose_paths([n.parent for n in nodes], sizes, share * sum(sizes), min_tokens)
+    wanted = choose_paths([n.parent for n in nodes], sizes, share * sum(sizes), min_tokens).nodes
     index = {old: new for new, old in enumerate(sorted(wanted))}
     return [nodes[old]._replace(parent=index.get(nodes[old].parent, -1)) for old in index]
 

@@ -66,7 +66,10 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         tokens = home.manifest.tokens if home.manifest else 0
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began)
     if sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room:
-        plan, budget = yield from _within_budget(tree, keeper, plan, request)
+        plan = _hottest(plan, keeper, budget)
+        if not plan.records and ready.complete and home.is_current(plan):
+            return SaveResult(home.generation, home.manifest.tokens, 0, 0, time.monotonic() - began)
+        plan, budget = yield from _make_room(tree, keeper, plan, request)
     yield None
 
     writer = keeper.new_writer(budget)
@@ -75,7 +78,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         yield from _finish(writer.seal())
         places = iter(writer.placed)
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
-        settled.left_out_tokens += _tokens(nodes) - _tokens(plan.nodes)  # what the budget has no room for
+        settled.left_out_tokens += _tokens(nodes) - _tokens(plan.nodes)  # nodes for which the budget has no room
         if not settled.nodes:  # everything was evicted, or out of time, before it was read
             yield from _finish(home.run(home.sweep))
             return SaveResult(home.generation, 0, 0, 0, time.monotonic() - began, settled.left_out_tokens)
@@ -94,40 +97,46 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     )  # fmt: skip
 
 
-def _plan(tree: Tree, keeper: Keeper, nodes: list[TreeNode], budget: Budget) -> SavePlan:
+def _plan(
+    tree: Tree, keeper: Keeper, nodes: list[TreeNode], budget: Budget, pages: list[int] | None = None
+) -> SavePlan:
     home = keeper.home
     # A layout that changed without its revision changing must not be mixed with ours.
     segments = {k: index for k, index in home.segments.items() if index.pools == keeper.shape.pools}
-    return plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget))
+    return plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget), pages)
 
 
-def _within_budget(
+def _hottest(plan: SavePlan, keeper: Keeper, budget: Budget) -> SavePlan:
+    """What of a plan a tree may take that does not fit: its newest paths, stored or not."""
+    stored = stored_sizes((entry[1] if entry else () for entry in plan.stored), keeper.home.segments)
+    sizes = [a + b for a, b in zip(stored, new_sizes(plan, keeper.expected_page_bytes()), strict=True)]
+    return restrict(plan, sizes, budget.cap * TREE_SHARE) if sum(sizes) > budget.cap * TREE_SHARE else plan
+
+
+def _make_room(
     tree: Tree, keeper: Keeper, plan: SavePlan, request: SaveRequest
 ) -> Generator[Waiting, None, tuple[SavePlan, Budget]]:
-    """What of a plan has room, and the room that was made for it. Raises StoreFull where nothing has.
+    """Room for what a plan has to write, and what of it can be written then. Raises StoreFull where nothing can.
 
-    Old generations go first. If that is not enough, the coldest paths go: those that are stored, and those that are to
-    be. The stored part of the rest stands as the generation meanwhile, so that segments can be rewritten.
+    Old generations go first. If that is not enough, what is stored outside of the plan goes: its stored part stands as
+    the generation meanwhile, so that segments can be rewritten.
     """
     home = keeper.home
     wanted = sum(new_sizes(plan, keeper.expected_page_bytes()))
     budget = yield from _finish(home.run(lambda: keeper.make_room(wanted)))
-    plan = _plan(tree, keeper, plan.nodes, budget)  # what a generation that went held alone is not stored any more
-    if sum(new_sizes(plan, keeper.expected_page_bytes())) <= budget.room:
-        return plan, budget
-    pieces = [entry[1] if entry else () for entry in plan.stored]
-    new = new_sizes(plan, keeper.expected_page_bytes())
-    sizes = [a + b for a, b in zip(stored_sizes(pieces, home.segments), new, strict=True)]
-    plan = restrict(plan, sizes, budget.cap * TREE_SHARE)
+    # What a generation that went held alone is not stored any more.
+    plan = _plan(tree, keeper, plan.nodes, budget, plan.pages)
     wanted = sum(new_sizes(plan, keeper.expected_page_bytes()))
     stored = settle(plan, [])
     if wanted > budget.room and stored.nodes:
         budget = yield from _finish(home.run(lambda: keeper.shrink(stored, request, wanted)))
-        plan = _plan(tree, keeper, plan.nodes, budget)  # the same nodes; what is stored of them has moved
-    # One segment may always be written: where all that is stored is colder, it has to make room for what is not.
-    plan = restrict(plan, new_sizes(plan, keeper.expected_page_bytes()), max(budget.room, budget.segment_bytes))
+        plan = _plan(tree, keeper, plan.nodes, budget, plan.pages)  # the same nodes; what is stored of them has moved
+    if wanted > budget.room:
+        # One segment may always be written: where all that is stored is colder, it has to make room for what is not.
+        room = max(budget.room, budget.segment_bytes)
+        plan = restrict(plan, new_sizes(plan, keeper.expected_page_bytes()), room)
     if not plan.nodes:
-        raise StoreFull(f"{home.root}: no room for the KV of one node: {budget.cap} bytes for this rank")
+        raise StoreFull(f"{home.root}: no room for a page of KV: {budget.cap} bytes for this rank")
     return plan, budget
 
 

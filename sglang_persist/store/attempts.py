@@ -40,7 +40,7 @@ def end(fs: FileSystem, path: Path, generation: int, attempt: Lock | None, compl
 
 
 def deadly(fs: FileSystem, path: Path) -> set[int]:
-    """Generations that are not to be restored again."""
+    """Generations that are not to be restored again. Raises StoreError."""
     counts: dict[int, int] = {}
     for generation, lock in _dead(fs, path):
         lock.release(remove=False)
@@ -51,11 +51,7 @@ def deadly(fs: FileSystem, path: Path) -> set[int]:
 def _dead(fs: FileSystem, path: Path, only: int | None = None) -> list[tuple[int, Lock]]:
     """Attempts whose process is gone, locked by us meanwhile."""
     found: list[tuple[int, Lock]] = []
-    try:
-        entries = fs.list(path)
-    except StoreError:
-        return found
-    for entry in entries:
+    for entry in fs.list(path):
         generation = names.restoring_of(entry.name)
         if generation is None or (only is not None and generation != only):
             continue

@@ -205,14 +205,14 @@ def test_many_rounds_leave_the_allocator_as_it_was(tmp_path, rng):
 
 
 @pytest.mark.parametrize("limit", ["max_bytes", "min_free"])
-def test_snapshot_beyond_the_budget_is_not_taken(tmp_path, rng, limit):
+def test_budget_without_room_for_a_page_refuses_the_snapshot_and_keeps_the_store(tmp_path, rng, limit):
     e = real.engine()
     e.put(real.random_tokens(rng, 100))
     at = flow.home(tmp_path)
     flow.snapshot(e, at)
     used = verify.store_bytes(REAL, tmp_path)[1]
     e.put(real.random_tokens(rng, 1000))
-    sizes = {"max_bytes": config.Size(bytes=used + 1000), "min_free": config.Size(share=1.0)}
+    sizes = {"max_bytes": config.Size(bytes=100), "min_free": config.Size(share=1.0)}
     with pytest.raises(StoreFull):
         flow.snapshot(e, at, using=flow.settings(**{limit: sizes[limit]}))
     assert verify.store_bytes(REAL, tmp_path)[1] == used
