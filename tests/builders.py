@@ -12,6 +12,7 @@ import numpy as np
 
 from sglang_persist.format import codec, envelope, manifest, segment
 from sglang_persist.format.segment import IndexBuilder, RecordKey, SegmentIndex, Trailer
+from sglang_persist.format.weights import WeightDigest, WeightFile
 from sglang_persist.model import HASH_BYTES, Buffer, Identity, Manifest, Node, Piece, Pool, SegmentRef, Space
 from sglang_persist.store import names, shard
 from sglang_persist.store.writer import encode_record
@@ -60,6 +61,20 @@ RECORDS = (
     ),
 )
 WIDE_NODE = 4  # its token ids need 64 bits
+
+
+#: Of a checkpoint in two files; the second has a name that is no UTF-8 and times before 1970.
+WEIGHTS = WeightDigest(
+    "/models/golden",
+    "1 first 8589934592 65536 16777216",
+    (
+        WeightFile(
+            "/models/golden/a.safetensors", 2**63 + 1, 1 << 33, 1_700_000_000_123_456_789, 1_700_000_001_000_000_000
+        ),
+        WeightFile("/models/golden/\udcff.safetensors", 7, 0, -1, -2),
+    ),
+    "whole:" + "0123456789abcdef" * 4,
+)
 
 
 def identity(page_tokens: int = 1) -> Identity:

@@ -1,16 +1,24 @@
-"""Checked msgpack bodies, shared by segment indexes and manifests: a zstd frame with length and digest outside it."""
+"""Checked msgpack bodies, shared by segment indexes, manifests and weight digests: a zstd frame with length and digest
+outside it. Also the files that are one such body behind one fixed header."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import msgpack
 import numpy as np
 import xxhash
 
-from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed
+from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed, NewerFormat, NotOurs, Truncated
 from sglang_persist.format import codec, limits
 from sglang_persist.model import Buffer, Pool, Space
+
+# Of a file that is one body: magic, major, minor, required features, body stored bytes, body decoded bytes, body
+# digest; then the checksum.
+HEADER = struct.Struct("<8sHHIQQ16s")
+CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
 
 
 def digest64(*chunks, seed: int = 0) -> int:
@@ -50,6 +58,31 @@ def unseal(stored: bytes, raw_bytes: int, digest: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Malformed("the body is not a map")
     return body
+
+
+def encode_file(magic: bytes, major: int, minor: int, body: dict[str, Any]) -> bytes:
+    """A whole file: header and body."""
+    stored, raw_bytes, digest = seal(body)
+    head = HEADER.pack(magic, major, minor, 0, len(stored), raw_bytes, digest)
+    return head + CHECKSUM.pack(digest64(head)) + stored
+
+
+def decode_file(data: bytes, magic: bytes, major: int, kind: str) -> dict[str, Any]:
+    """The body of a whole file; `kind` names it in errors. Raises FormatError."""
+    if len(data) < HEADER_BYTES:
+        raise Truncated(f"shorter than a {kind} header", offset=0)
+    found_magic, found_major, _minor, required, stored, raw, digest = HEADER.unpack_from(data)
+    if found_magic != magic:
+        raise NotOurs(f"not a {kind}", offset=0)
+    if CHECKSUM.unpack_from(data, HEADER.size)[0] != digest64(data[: HEADER.size]):
+        raise ChecksumMismatch("the header does not match its checksum", offset=0)
+    if found_major != major:
+        raise NewerFormat(f"{kind} format {found_major}; this reader knows {major}", offset=8)
+    if required:
+        raise NewerFormat(f"required features {required:#x} are not known", offset=12)
+    if len(data) != HEADER_BYTES + stored:
+        raise Truncated(f"{len(data)} bytes, {HEADER_BYTES + stored} declared", offset=len(data))
+    return unseal(data[HEADER_BYTES:], raw, digest)
 
 
 #: By msgpack's first byte: bytes of the length that follows it; bytes of a number.

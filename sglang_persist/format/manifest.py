@@ -6,28 +6,22 @@ fixed header (magic, version, sizes, digest, checksum) | body (a checked msgpack
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
 
-from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed, NewerFormat, NotOurs, Truncated
+from sglang_persist.errors import LimitExceeded, Malformed
 from sglang_persist.format import envelope, limits
 from sglang_persist.model import Identity, Manifest, Node, Piece, SegmentRef
 
 MAJOR, MINOR = 1, 0
 MAGIC = b"\x89KVMAN\r\n"
-# magic, major, minor, required features, body stored bytes, body decoded bytes, body digest; then the checksum
-HEADER = struct.Struct("<8sHHIQQ16s")
-CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES = HEADER.size + CHECKSUM.size
+HEADER, CHECKSUM, HEADER_BYTES = envelope.HEADER, envelope.CHECKSUM, envelope.HEADER_BYTES
 
 
 def encode(m: Manifest) -> bytes:
-    body, raw_bytes, digest = envelope.seal(_body(m))
-    head = HEADER.pack(MAGIC, MAJOR, MINOR, 0, len(body), raw_bytes, digest)
-    return head + CHECKSUM.pack(envelope.digest64(head)) + body
+    return envelope.encode_file(MAGIC, MAJOR, MINOR, _body(m))
 
 
 def _body(m: Manifest) -> dict:
@@ -65,20 +59,7 @@ def _body(m: Manifest) -> dict:
 
 def decode(data: bytes) -> Manifest:
     """A manifest file. Raises FormatError for anything that is not exactly what `encode` writes."""
-    if len(data) < HEADER_BYTES:
-        raise Truncated("shorter than a manifest header", offset=0)
-    magic, major, _minor, required, stored, raw, digest = HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise NotOurs("not a manifest", offset=0)
-    if CHECKSUM.unpack_from(data, HEADER.size)[0] != envelope.digest64(data[: HEADER.size]):
-        raise ChecksumMismatch("the header does not match its checksum", offset=0)
-    if major != MAJOR:
-        raise NewerFormat(f"manifest format {major}; this reader knows {MAJOR}", offset=8)
-    if required:
-        raise NewerFormat(f"required features {required:#x} are not known", offset=12)
-    if len(data) != HEADER_BYTES + stored:
-        raise Truncated(f"{len(data)} bytes, {HEADER_BYTES + stored} declared", offset=len(data))
-    return _from_body(envelope.unseal(data[HEADER_BYTES:], raw, digest))
+    return _from_body(envelope.decode_file(data, MAGIC, MAJOR, "manifest"))
 
 
 def _from_body(body: dict) -> Manifest:

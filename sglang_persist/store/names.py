@@ -2,6 +2,7 @@
 
 <root>/<architecture>-<16 hex of the model digest>/<16 hex of the cut digest>/<shard>/
     gen-<generation>.kvm   seg-<segment id>.kvs   tmp-*   LOCK   restoring-<generation>-<8 hex>
+<root>/weights-<16 hex of the checkpoint's path>.kvw   tmp-*
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 from pathlib import Path
 
+from sglang_persist.format.weights import path_digest
 from sglang_persist.model import Identity
 
 MODEL = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{16}")
@@ -18,6 +20,7 @@ CUT = re.compile(r"[0-9a-f]{16}")
 SHARD = re.compile(r"dp[0-9]+(?:-[a-z]+[0-9]+)+")
 MANIFEST = re.compile(r"gen-([0-9]{10})\.kvm")
 SEGMENT = re.compile(r"seg-([0-9a-f]{32})\.kvs")
+WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.kvw")
 TEMPORARY = re.compile(r"tmp-.+")
 RESTORING = re.compile(r"restoring-([0-9]{10})-[0-9a-f]{8}")
 LOCK = "LOCK"
@@ -69,6 +72,11 @@ def restoring_of(name: str) -> int | None:
 def is_lock(name: str) -> bool:
     """Files that are empty: their names say everything."""
     return name == LOCK or bool(RESTORING.fullmatch(name))
+
+
+def weights(checkpoint: str) -> str:
+    """The file that holds the weight digest of a checkpoint, by the checkpoint's resolved path."""
+    return f"weights-{path_digest(checkpoint)}.kvw"
 
 
 def generation_of(name: str) -> int | None:

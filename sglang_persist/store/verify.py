@@ -14,7 +14,7 @@ from sglang_persist.errors import FormatError, PersistError, StoreError
 from sglang_persist.fs import FileSystem
 from sglang_persist.model import Manifest
 from sglang_persist.plan import resolve
-from sglang_persist.store import names, shard
+from sglang_persist.store import names, shard, weights_cache
 
 #: What a file system or a volume puts beside a store.
 IGNORED = {"lost+found"}
@@ -49,6 +49,7 @@ def verify(fs: FileSystem, root: Path, deep: bool = False, progress: Callable[[i
     report = Report()
     shards = names.shard_dirs(fs, root)
     _foreign(fs, root, shards, report)
+    _root_files(fs, root, report, progress)
     for path in shards:
         _shard(fs, root, path, deep, report, progress)
     return report
@@ -79,10 +80,33 @@ def _foreign(fs: FileSystem, root: Path, shards: list[Path], report: Report) -> 
                 continue
             elif entry.is_dir and _could_be_ours(path, root):
                 walk(path)
+            elif at == root and not entry.is_dir and _is_root_file(entry.name):
+                continue
             else:
                 report.add(root, path, "not a file of this store", "foreign")
 
     walk(root)
+
+
+def _is_root_file(name: str) -> bool:
+    return bool(names.WEIGHTS.fullmatch(name) or names.TEMPORARY.fullmatch(name))
+
+
+def _root_files(fs: FileSystem, root: Path, report: Report, progress) -> None:
+    """Weight digests, and what an interrupted write of one left."""
+    for entry in fs.list(root):
+        if entry.is_dir or not _is_root_file(entry.name):
+            continue
+        if names.TEMPORARY.fullmatch(entry.name):
+            report.leftovers += 1
+            continue
+        report.bytes += entry.bytes
+        try:
+            weights_cache.read(fs, root / entry.name)
+        except (FormatError, StoreError) as error:
+            if fs.exists(root / entry.name):
+                report.add(root, root / entry.name, error)
+        progress(entry.bytes)
 
 
 def _new_shard(path: Path, root: Path) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from builders import index_body, manifest_body, segment_parts
 
-from sglang_persist.format import codec, envelope, limits, manifest, segment
+from sglang_persist.format import codec, envelope, limits, manifest, segment, weights
 from sglang_persist.format.segment import Trailer
 from sglang_persist.model import HASH_BYTES
 from sglang_persist.store import names
@@ -22,6 +22,7 @@ TEXT = (ROOT / "sglang_persist" / "format" / "FORMAT.md").read_text(encoding="ut
 STORE = builders.little_store()
 SEGMENT = list(STORE.segments.values())[1]
 MANIFEST = manifest.encode(STORE.manifest)
+WEIGHTS = weights.encode(builders.WEIGHTS)
 
 
 def section(number: str) -> str:
@@ -50,6 +51,7 @@ FIXED = {
     "2.1": (segment.HEADER, segment.HEADER_BYTES, segment.HEADER_MAGIC),
     "2.4": (segment.TRAILER, segment.TRAILER_BYTES, segment.TRAILER_MAGIC),
     "3": (manifest.HEADER, manifest.HEADER_BYTES, manifest.MAGIC),
+    "10": (envelope.HEADER, envelope.HEADER_BYTES, weights.MAGIC),
 }
 
 
@@ -99,11 +101,12 @@ def test_the_trailer_holds_what_is_said_where_it_is_said():
     assert real.index_digest == envelope.digest128(stored) and real.index_bytes == len(stored)
 
 
-def test_the_manifest_header_holds_what_is_said_where_it_is_said():
-    found, body = read_fields("3", MANIFEST), MANIFEST[manifest.HEADER_BYTES :]
+@pytest.mark.parametrize(("number", "data", "module"), [("3", MANIFEST, manifest), ("10", WEIGHTS, weights)])
+def test_the_header_of_a_file_that_is_one_body_holds_what_is_said_where_it_is_said(number, data, module):
+    found, body = read_fields(number, data), data[envelope.HEADER_BYTES :]
     raw = codec.unpack(body, numbers(found, "body_raw_bytes")[0])
     assert numbers(found, "major", "minor", "required_features", "body_bytes", "body_raw_bytes", "checksum") == [
-        manifest.MAJOR, manifest.MINOR, 0, len(body), len(raw), envelope.digest64(MANIFEST[:48]),
+        module.MAJOR, module.MINOR, 0, len(body), len(raw), envelope.digest64(data[:48]),
     ]  # fmt: skip
     assert found["body_digest"] == envelope.digest128(body)
 
@@ -172,6 +175,14 @@ def test_the_manifest_has_the_members_that_are_said():
     assert list(body["identity"]) == ["model", "cut", "soft"]
 
 
+def test_a_weight_digest_has_the_members_that_are_said():
+    body, said = envelope.decode_file(WEIGHTS, weights.MAGIC, weights.MAJOR, "weight digest"), members("10", 1)
+    check_members(body, said, {})
+    w = builders.WEIGHTS
+    assert body["files"] == [[f.path, f.inode, f.bytes, f.mtime_ns, f.ctime_ns] for f in w.files]
+    assert (body["checkpoint"], body["rule"], body["digest"]) == (w.checkpoint, w.rule, w.digest)
+
+
 def test_pools_and_spaces_have_the_shape_that_is_said():
     rows = {name: meaning for name, _, meaning in tables("2.3")[0]}
     assert rows["pools"] == "`{name, unit, buffers: [[name, dtype, row shape, row bytes], ...]}`; unit `slot` or `page`"
@@ -210,6 +221,7 @@ def test_names_are_those_of_the_directory_listing():
         (r"<16 hex>", names.cut_dir(of)),
         (r"gen-<10 digits>.kvm", names.manifest(STORE.manifest.generation)),
         (r"seg-<32 hex>.kvs", names.segment(bytes(16))),
+        (r"weights-<16 hex>.kvw", names.weights(builders.WEIGHTS.checkpoint)),
     ):
         assert pattern in said
         expression = re.escape(pattern).replace("<architecture>", r"\w+").replace(r"<10\ digits>", r"\d{10}")

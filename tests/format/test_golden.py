@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import builders
@@ -16,7 +17,7 @@ import pytest
 from sglang_persist import plan
 from sglang_persist.format.codec import Codec
 from sglang_persist.fs import REAL
-from sglang_persist.store import shard, verify
+from sglang_persist.store import shard, verify, weights_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = sorted(p.name for p in (ROOT / "tests" / "golden").iterdir())
@@ -66,6 +67,13 @@ def test_a_stored_shard_reads_to_what_was_put_into_it(version, place):
         assert kv == want["kv"]
     for segment in opened.values():
         segment.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_stored_weight_digest_reads_to_what_was_put_into_it(version):
+    expected = expectation(version)["weights"]
+    found = weights_cache.load(REAL, GOLDEN[version] / "store", expected["checkpoint"])
+    assert json.loads(json.dumps(asdict(found))) == expected
 
 
 @pytest.mark.parametrize("version", VERSIONS)
