@@ -18,8 +18,10 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PARTS = "sglang.srt.managers.scheduler_components."
 _WEIGHTS = _PARTS + "weight_updater.SchedulerWeightUpdaterManager."
 
-#: SGLang's tag for KV memory when it is released and resumed in parts.
-KV_MEMORY = "kv_cache"
+#: SGLang's tags for KV memory and for the weights when memory is released and resumed in parts.
+KV_MEMORY, WEIGHTS_MEMORY = "kv_cache", "weights"
+#: What `check_weights` can do without writing to them.
+_READS_WEIGHTS = {"snapshot", "compare", "checksum"}
 #: The one persistence of this scheduler process, once its loop is about to start.
 _current = None
 _settings: Settings | None = None
@@ -81,14 +83,26 @@ def _after_flush(persistence, flushed, *_args, **_kwargs):
 
 
 @_guarded
-def _after_weights(persistence, *_args, **_kwargs):
+def _before_weights(persistence, *_args, **_kwargs):
+    """Before, because an update that fails or raises may have changed half of them."""
     persistence.weights_changed()
+
+
+@_guarded
+def _before_check(persistence, _manager, recv_req, **_kwargs):
+    if recv_req.action not in _READS_WEIGHTS:
+        persistence.weights_changed()
 
 
 @_guarded
 def _before_release(persistence, _manager, recv_req, **_kwargs):
     if not recv_req.tags or KV_MEMORY in recv_req.tags:
         persistence.pause()
+    # Weights whose memory is given away come back as anything, unless SGLang keeps a copy.
+    args = persistence.scheduler.server_args
+    lost = args.enable_memory_saver and not args.enable_weights_cpu_backup
+    if lost and (not recv_req.tags or WEIGHTS_MEMORY in recv_req.tags):
+        persistence.weights_changed()
 
 
 @_guarded
@@ -134,10 +148,14 @@ SCHEDULER = (
     (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.AFTER, _after_pull),
     (_PARTS + "internal_state.SchedulerInternalStateController.get_internal_state", HookType.AFTER, _after_state),
     (_PARTS + "internal_state.SchedulerInternalStateController._update_handlers", HookType.AFTER, _after_handlers),
-    (_WEIGHTS + "update_weights_from_disk", HookType.AFTER, _after_weights),
-    (_WEIGHTS + "update_weights_from_distributed", HookType.AFTER, _after_weights),
-    (_WEIGHTS + "update_weights_from_tensor", HookType.AFTER, _after_weights),
-    (_WEIGHTS + "update_weights_from_ipc", HookType.AFTER, _after_weights),
+    (_WEIGHTS + "update_weights_from_disk", HookType.BEFORE, _before_weights),
+    (_WEIGHTS + "update_weights_from_distributed", HookType.BEFORE, _before_weights),
+    (_WEIGHTS + "update_weights_from_tensor", HookType.BEFORE, _before_weights),
+    (_WEIGHTS + "update_weights_from_ipc", HookType.BEFORE, _before_weights),
+    # Between these two, weights may be written past SGLang, by remote memory access.
+    (_WEIGHTS + "begin_weight_update", HookType.BEFORE, _before_weights),
+    (_WEIGHTS + "end_weight_update", HookType.BEFORE, _before_weights),
+    (_WEIGHTS + "check_weights", HookType.BEFORE, _before_check),
     (_WEIGHTS + "release_memory_occupation", HookType.BEFORE, _before_release),
     (_WEIGHTS + "resume_memory_occupation", HookType.AFTER, _after_resume),
 )

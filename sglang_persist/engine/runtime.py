@@ -412,9 +412,12 @@ class Persistence:
             logger.warning("the store was not dropped: %s", self._last_error)
 
     def weights_changed(self) -> None:
-        """KV from before and after an update cannot be told apart, and a restart loads the old weights again."""
+        """KV from before and after an update cannot be told apart, and a restart loads the old weights again: what runs
+        is dropped, and nothing more is saved. What was committed before stays, and another server may write here."""
         if not self.why_off:
-            self._turn_off("weights_changed", "weights were updated in place; snapshots end for this process")
+            self._turn_off("weights_changed", "weights are updated in place; snapshots end for this process")
+            if self.home is not None:
+                self.home.close(0)
 
     def pause(self) -> None:
         """KV memory is about to be released: nothing may read it until `resume`."""

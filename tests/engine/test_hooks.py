@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
+from types import SimpleNamespace
 
+import flow
+import numpy as np
 import pytest
+import real
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from sglang.srt.utils.weight_checker import WeightChecker
 
+from sglang_persist import config
 from sglang_persist.engine import hooks, launcher
+from sglang_persist.engine.runtime import PersistCommand, Persistence
+from sglang_persist.fs import REAL
+from sglang_persist.store import verify
 
 EVERY = (*hooks.SCHEDULER, *launcher.LAUNCHER, *launcher.BAD_SETTING)
 
@@ -61,3 +72,122 @@ def test_no_hook_raises_into_the_engine(monkeypatch, target, keywords, current):
 
 def test_kinds_are_those_that_leave_the_original_in_charge():
     assert {k for _, k, _ in EVERY} <= {HookType.BEFORE, HookType.AFTER, HookType.AROUND}
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+UPDATES = [
+    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc", "begin_weight_update", "end_weight_update",
+]  # fmt: skip
+#: Methods of SGLang's weight updater that leave the weights as they are.
+HARMLESS = {
+    "init_weights_update_group", "destroy_weights_update_group", "get_weights_by_name", "save_remote_model",
+    "save_sharded_model", "flush_cache_after_weight_update", "record_weight_version_after_update",
+}  # fmt: skip
+#: They write to the weights under some conditions, which have tests of their own.
+SOMETIMES = {"check_weights", "release_memory_occupation", "resume_memory_occupation"}
+
+
+def test_every_way_of_changing_weights_that_this_release_has_is_known():
+    """A method that a new release adds to the updater must be looked at, and put into one of the three lists."""
+    public = {n for n, f in vars(SchedulerWeightUpdaterManager).items() if inspect.isfunction(f) and n[0] != "_"}
+    assert public == {*UPDATES, *HARMLESS, *SOMETIMES}
+    assert {t.rsplit(".", 1)[1] for t, _, _ in hooks.SCHEDULER if t.startswith(hooks._WEIGHTS)} == {
+        *UPDATES, *SOMETIMES,
+    }  # fmt: skip
+
+
+def around(target: str, original, request):
+    """SGLang's call of a method of the weight updater, with our hooks around a stand-in."""
+    for at, kind, function in hooks.SCHEDULER:
+        if at == hooks._WEIGHTS + target:
+            original = _wrap_fn(original, function, kind)
+    return original(SimpleNamespace(offload_tags=set()), request)
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch):
+    """A persistence in the middle of its second snapshot, over a real tree and store."""
+    e = real.engine(size=8192)
+    rng = np.random.default_rng(2)
+    e.put(real.random_tokens(rng, 600))
+    at = flow.home(tmp_path)
+    flow.snapshot(e, at)
+    e.put(real.random_tokens(rng, 2000))
+    args = SimpleNamespace(enable_memory_saver=True, enable_weights_cpu_backup=False)
+    scheduler = SimpleNamespace(server_args=args, is_fully_idle=lambda: True, idle_sleeper=None)
+    p = Persistence(scheduler, config.load({"SGLANG_PERSIST_DIR": str(tmp_path)}))
+    p.tree, p.pages, p.home, p.identity, p.shards = e.tree, e.pages, at, real.IDENTITY, (flow.SHARD,)
+    p.why_off, p.leader = None, True
+    p.on_command(PersistCommand(2, "interval", 0))
+    p._begin(p._queue.pop(0))
+    for _ in range(3):
+        p._step()
+    assert p._job is not None
+    monkeypatch.setattr(hooks, "_current", p)
+    return p
+
+
+def is_closed(p: Persistence) -> bool:
+    """Nothing runs, nothing is begun any more, and the store is as it was before the snapshot."""
+    p.on_command(PersistCommand(3, "interval", 0))
+    p.tick()
+    p.request_snapshot()
+    p.poll(received := [])
+    p.shutdown()
+    p.home.run(lambda: None).result()  # what was under way on the store's thread
+    other = flow.home(p.settings.dir)
+    other.become_writer()  # the lock is free: another server may write here
+    found = other.find() or other.generation
+    other.close()
+    assert verify.verify(REAL, p.settings.dir, deep=True).findings == []
+    return (p.why_off, p._job, received, found) == ("weights_changed", None, [], 1)
+
+
+@pytest.mark.parametrize("ends", ["well", "badly", "with an error"])
+@pytest.mark.parametrize("target", UPDATES)
+def test_update_of_weights_ends_snapshots_before_it_begins(serving, target, ends):
+    def original(_manager, _request):
+        assert (serving.why_off, serving._job) == ("weights_changed", None), "nothing is saved from here on"
+        if ends == "with an error":
+            raise RuntimeError("half of the weights are new")
+        return ends
+
+    if ends == "with an error":
+        with pytest.raises(RuntimeError, match="half"):
+            around(target, original, None)
+    else:
+        assert around(target, original, None) == ends
+    assert is_closed(serving)
+
+
+@pytest.mark.parametrize("action", ["snapshot", "compare", "checksum", "reset_tensors", "something new"])
+def test_check_of_weights_counts_where_it_writes_to_them(serving, action):
+    around("check_weights", lambda *_: None, SimpleNamespace(action=action))
+    assert (serving.why_off is None) == (action in hooks._READS_WEIGHTS)
+    serving._drop_job("end of the test")
+    serving.home.close()
+
+
+def test_actions_that_only_read_weights_are_those_of_this_release():
+    known = set(re.findall(r'action == "(\w+)"', inspect.getsource(WeightChecker.handle)))
+    assert known == {*hooks._READS_WEIGHTS, "reset_tensors"}
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["kv_cache"], ["kv_cache", "weights"]], ids=str)
+@pytest.mark.parametrize(("saver", "backup"), [(True, False), (True, True), (False, False)])
+def test_weights_whose_memory_was_given_away_count_as_changed(serving, tags, saver, backup):
+    serving.scheduler.server_args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=backup)
+    around("release_memory_occupation", lambda *_: None, SimpleNamespace(tags=tags))
+    lost = saver and not backup and (not tags or "weights" in tags)
+    assert serving.why_off == ("weights_changed" if lost else None)
+    assert (serving.why_no_snapshot() is None) == (tags == ["weights"] and not lost)
+    serving._drop_job("end of the test")
+    serving.home.close()
+
+
+def test_tags_of_memory_are_those_of_this_release():
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+
+    assert (hooks.KV_MEMORY, hooks.WEIGHTS_MEMORY) == (GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS)
