@@ -102,7 +102,7 @@ class Engine:
 
 def engine(
     core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru",
-    locked=(),
+    locked=(), keyed=True,
 ) -> Engine:
     pool = MHATokenToKVPool(
         size=size, page_size=page, dtype=dtype, head_num=heads, head_dim=dim, layer_num=layers, device="cpu",
@@ -119,7 +119,7 @@ def engine(
             is_eagle=bigram, eviction_policy=policy, tree_components=(FULL,), tree_core_backend=core,
         )
     )  # fmt: skip
-    tree = LiveTree(cache, policy, lambda: list(locked))
+    tree = LiveTree(cache, policy, lambda: list(locked), keyed)
     return Engine(cache, allocator, pool, tree, KvPages(allocator), size)
 
 

@@ -1,17 +1,22 @@
 """Whose KV this is: the model, the cut of it that this process holds, and what is only worth showing.
 
 The model and the cut are compared, by digest; versions are not. Configuration is taken from the checkpoint's own
-config.json and the overrides, not from the library's object, whose defaults differ from release to release.
+config.json and the overrides, not from the library's object, whose defaults differ from release to release. Settings
+count only where they differ from what changes nothing, so that a release that lacks one agrees with one that has it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolution_result
 
 from sglang_persist.engine import weights
 from sglang_persist.engine.pages import KvPages, class_name
@@ -23,22 +28,89 @@ from sglang_persist.model import Identity
 #: Written by the tool that saved the checkpoint; says nothing about what a token's KV is.
 _VOLATILE = {"_name_or_path", "transformers_version", "_commit_hash"}
 
+#: Load formats that read the checkpoint's own files and nothing else. Others take weights from another process or
+#: place, or from a copy made of an earlier state of the files, so that reading the files says nothing of the weights.
+_LOADED_FROM_FILES = {
+    "auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered", "mistral", "pt",
+    "sharded_state", "gguf", "bitsandbytes", "flash_rl", "jax",
+}  # fmt: skip
+#: Of these, the ones that take the first kind of weight file that is there; with others every file counts.
+_FIRST_KIND = {"auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered", "mistral"}
+#: Formats that put the same numbers into the model as `auto` does, only faster or from the one place there is.
+_SAME_AS_AUTO = {*_FIRST_KIND, "gguf"}
 
-def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages) -> Identity:
-    """Raises Unsupported where something that changes KV cannot be told."""
-    args, config = scheduler.server_args, scheduler.model_config
-    _refuse(args, parallel, scheduler)
-    path = _checkpoint(config)
+#: Settings that take weights from elsewhere than the checkpoint, and their value when they are off.
+_ELSEWHERE = {"weight_cache_mode": "off", "modelopt_checkpoint_restore_path": None, "kt_weight_path": None}
+
+#: Settings that change what is computed or stored, and the value with which they change nothing. Kernels, backends,
+#: memory and scheduling are not here: they order the same arithmetic differently.
+_SETTINGS = {
+    "model_impl": "auto",
+    "model_config_parser": "auto",
+    "is_embedding": False,
+    "context_length": None,  # some models scale their rotary embedding by it
+    "modelopt_quant": None,
+    "quantize_and_serve": False,
+    "torchao_config": "",
+    "rl_on_policy_target": None,
+    "enable_tf32_matmul": False,
+    "enable_quant_communications": False,
+    "flashinfer_mxfp4_moe_precision": "default",
+    "enable_w4a4_mxfp4_megamoe": False,
+    "deepep_dispatcher_output_dtype": "auto",
+    "dllm_algorithm": None,
+    "enable_hisparse": False,
+    "hisparse_config": None,
+    "forward_hooks": None,
+}
+#: Settings that name a file whose content counts.
+_FILES = {
+    "kv_scales": "quantization_param_path",
+    "rl_quant_profile": "rl_quant_profile",
+    "config_file": "decrypted_config_file",
+    "dllm_config": "dllm_algorithm_config",
+}
+_READ = (
+    "revision", "load_format", "model_loader_extra_config", "trust_remote_code", "json_model_override_args",
+    "download_dir", "disaggregation_mode", "enable_streaming_session",
+)  # fmt: skip
+#: How a loader reads, not what.
+_LOADER_SPEED = {"enable_multithread_load", "num_threads", "enable_gds", "concurrency", "memory_limit", "distributed"}
+#: What a loader merges into the weights from another place.
+_LOADER_ADAPTER = "qlora_adapter_name_or_path"
+#: SGLang's variable that says which layers each pipeline stage has.
+_STAGES = "SGLANG_PP_LAYER_PARTITION"
+#: Beside config.json, what a checkpoint says of its quantization, of itself in other formats, and of which files count.
+_SIDE_FILES = re.compile(r".*quant.*\.json|.*\.index\.json|params\.json|sparse_attention_config\.json", re.IGNORECASE)
+
+
+def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages, root: Path | None = None) -> Identity:
+    """`root` is the store, where the digest of the weights is kept. Raises Unsupported where something that changes KV
+    cannot be told, StoreError where a file cannot be read."""
+    config = scheduler.model_config
+    settings = _settings(scheduler.server_args)
+    _refuse(settings, parallel, scheduler)
+    path = _checkpoint(config, settings)
+    load_format = _load_format(settings)
     model = {
         "architecture": (getattr(config.hf_config, "architectures", None) or ["unknown"])[0],
         "config": _config(fs, path, config),
-        "overrides": _canonical(json.loads(args.json_model_override_args or "{}")),
+        "overrides": _canonical(json.loads(settings.get("json_model_override_args") or "{}")),
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": config.quantization,
         "kv_dtype": pages.pools[0].buffers[0].dtype,
-        "kv_scales": _file_digest(fs, getattr(args, "quantization_param_path", None)),
-        "weights": weights.digest(fs, path),
+        "weights": weights.identify(fs, path, root, every_kind=load_format not in _FIRST_KIND),
     }
+    optional = {
+        "revision": settings.get("revision"),
+        "load_format": None if load_format in _SAME_AS_AUTO else load_format,
+        "loader": _loader(settings),
+        "side_files": _side_files(fs, path, _SIDE_FILES),
+        "code": _side_files(fs, path, re.compile(r".*\.py")) if settings.get("trust_remote_code") else None,
+        **{name: settings[name] for name, off in _SETTINGS.items() if settings.get(name) not in (None, off)},
+        **{name: _file_digest(fs, settings.get(setting)) for name, setting in _FILES.items()},
+    }
+    model |= {name: _plain(value) for name, value in optional.items() if value is not None}
     cut = {
         "topology": {
             "tp": parallel.tp_size, "pp": parallel.pp_size, "cp": parallel.attn_cp_size, "adp": parallel.attn_dp_size,
@@ -46,9 +118,12 @@ def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages
         "page": tree.page_tokens,
         "pool": class_name(pages.pool).rsplit(".", 1)[1],
         "layout": pages.layout,
+        "rows": [list(shape) for shape in sorted({b.row_shape for p in pages.pools for b in p.buffers})],
         "components": [c.name.lower() for c in tree.cache.tree_components],
         "bigram": tree.bigram,
     }  # fmt: skip
+    if stages := os.environ.get(_STAGES):
+        cut["stages"] = stages
     soft = {
         "model_path": str(config.model_path),
         "revision": config.revision,
@@ -60,25 +135,47 @@ def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages
     return Identity(model, cut, soft)
 
 
-def _refuse(args, parallel, scheduler) -> None:
+def _settings(args) -> dict[str, Any]:
+    """Of the server's arguments those that matter here, as they were resolved: what stands in `args` is what was
+    given. None for one that this release does not have."""
+    return {name: resolution_result(args, name) for name in (*_READ, *_SETTINGS, *_ELSEWHERE, *_FILES.values())}
+
+
+def _load_format(settings: dict[str, Any]) -> str:
+    given = settings.get("load_format") or "auto"
+    return str(getattr(given, "value", given))
+
+
+def _refuse(settings: dict[str, Any], parallel, scheduler) -> None:
     """Features whose KV depends on more than is identified yet."""
-    if str(getattr(args, "load_format", "")) == "dummy":
+    load_format = _load_format(settings)
+    if load_format == "dummy":
         raise Unsupported("dummy_weights", "load format dummy: its weights are random")
-    if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
-        raise Unsupported("unsupported_lora", "LoRA adapters")
+    if load_format not in _LOADED_FROM_FILES:
+        raise Unsupported("weights_unknown", f"load format {load_format}: its weights are not the checkpoint's files")
+    for name, off in _ELSEWHERE.items():
+        if settings.get(name) not in (None, off):
+            raise Unsupported("weights_unknown", f"{name} {settings[name]}: weights from elsewhere than the checkpoint")
+    if _LOADER_ADAPTER in _loader_config(settings):
+        raise Unsupported("weights_unknown", "an adapter that the loader merges into the weights")
+    if scheduler.enable_lora and settings.get("enable_streaming_session"):
+        # A session keeps the KV of its earlier turns whatever adapter those had, and an aborted turn puts it into the
+        # tree under the key of its own.
+        raise Unsupported("unsupported_lora", "LoRA adapters together with streaming sessions")
     if getattr(parallel, "dcp_enabled", False):
         raise Unsupported("unsupported_topology", "decode context parallelism")
     if parallel.attn_dp_size > 1:
         raise Unsupported("unsupported_topology", "attention data parallelism")
-    if str(getattr(args, "disaggregation_mode", "null") or "null") not in ("null", "None"):
-        raise Unsupported("unsupported_topology", f"disaggregation mode {args.disaggregation_mode}")
+    mode = str(settings.get("disaggregation_mode") or "null")
+    if mode != "null":
+        raise Unsupported("unsupported_topology", f"disaggregation mode {mode}")
     if not scheduler.spec_algorithm.is_none():
         raise Unsupported("unsupported_speculation", "speculative decoding keeps draft KV that is not saved yet")
     if scheduler.model_config.is_multimodal:
         raise Unsupported("unsupported_multimodal", "multimodal prompts")
 
 
-def _checkpoint(config) -> Path:
+def _checkpoint(config, settings: dict[str, Any]) -> Path:
     """The directory (or file) of the weights: given, or in the hub's local cache."""
     path = Path(config.model_path)
     if path.exists():
@@ -86,9 +183,40 @@ def _checkpoint(config) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(config.model_path), revision=config.revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                str(config.model_path),
+                revision=config.revision,
+                cache_dir=settings.get("download_dir"),
+                local_files_only=True,
+            )
+        )
     except Exception as error:
         raise Unsupported("weights_unknown", f"{config.model_path}: its files are not found here: {error}") from error
+
+
+def _loader_config(settings: dict[str, Any]) -> dict[str, Any]:
+    given = settings.get("model_loader_extra_config") or {}
+    return json.loads(given) if isinstance(given, str) else dict(given)
+
+
+def _loader(settings: dict[str, Any]) -> str | None:
+    """What the loader is told, less what only makes it faster."""
+    fields = {k: v for k, v in _loader_config(settings).items() if k not in _LOADER_SPEED}
+    return _canonical(fields) if fields else None
+
+
+def _side_files(fs: FileSystem, path: Path, wanted: re.Pattern) -> str | None:
+    """One digest over the names and contents of the files in a checkpoint whose names match; None where none do."""
+    if not path.is_dir():
+        return None
+    found = [e.name for e in fs.list(path) if not e.is_dir and wanted.fullmatch(e.name)]
+    return _canonical({name: _file_digest(fs, path / name) for name in found}) if found else None
+
+
+def _plain(value: Any) -> Any:
+    """A setting as something that reads the same from a manifest as it was written: text, numbers, truth values."""
+    return value if isinstance(value, (str, int, float, bool)) else _canonical({"value": value})
 
 
 def _config(fs: FileSystem, path: Path, config) -> str:
@@ -106,7 +234,7 @@ def _canonical(fields: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _file_digest(fs: FileSystem, path: str | None) -> str | None:
+def _file_digest(fs: FileSystem, path: str | Path | None) -> str | None:
     if not path:
         return None
     with fs.open(Path(path).resolve()) as file:

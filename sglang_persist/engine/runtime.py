@@ -14,7 +14,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_memory, get_parallel
 
 from sglang_persist.config import Settings
 from sglang_persist.engine import identity, ranks
@@ -144,12 +144,15 @@ class Persistence:
 
     def _open(self) -> None:
         scheduler, parallel = self.scheduler, get_parallel()
-        policy = str(getattr(scheduler.server_args, "radix_eviction_policy", "lru"))
-        self.tree = LiveTree(scheduler.tree_cache, policy, self._locked_nodes)
+        # With LoRA, the adapter's id is a part of the extra key that cannot be told from the rest of it.
+        self.tree = LiveTree(
+            scheduler.tree_cache, str(get_memory().radix_eviction_policy), self._locked_nodes,
+            keyed=not scheduler.enable_lora,
+        )  # fmt: skip
         self.pages = KvPages(scheduler.token_to_kv_pool_allocator)
         prepare_hashes(scheduler.tree_cache)
         began = time.monotonic()
-        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages)
+        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, self.settings.dir)
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
         dp_rank = parallel.dp_rank
         self.shards = identity.group_shards(parallel, dp_rank)

@@ -25,14 +25,15 @@ _UNTESTED = ("tlru",)
 _NEEDED = (
     "backfill_missing_hash_values", "collect_full_device_indices", "collect_path_info", "evict_device_end",
     "evict_device_next_node", "evict_device_start", "get_component_device_value", "match_full_device_prefix",
-    "snapshot_buffer_backup",
+    "prefetch_anchor_info", "snapshot_buffer_backup",
 )  # fmt: skip
 
 
 class LiveTree:
-    """`ports.Tree` over a `UnifiedRadixCache`. `locked` yields ids of nodes that running requests hold."""
+    """`ports.Tree` over a `UnifiedRadixCache`. `locked` yields ids of nodes that running requests hold. Not `keyed`,
+    it has only the paths without an extra key: others are neither shown nor taken."""
 
-    def __init__(self, cache, policy: str, locked: Callable[[], Iterable[int]] = tuple):
+    def __init__(self, cache, policy: str, locked: Callable[[], Iterable[int]] = tuple, keyed: bool = True):
         if type(cache) is not UnifiedRadixCache:
             raise Unsupported("unsupported_tree", f"radix cache {type(cache).__module__}.{type(cache).__qualname__}")
         if cache.disable:
@@ -49,6 +50,7 @@ class LiveTree:
         self.page_tokens = int(cache.page_size)
         self.bigram = bool(self.core.is_eagle)
         self._reversed = policy in _REVERSED
+        self._keyed = keyed
 
     def nodes(self) -> list[TreeNode]:
         leaves = self._leaves()
@@ -60,6 +62,9 @@ class LiveTree:
         out: list[TreeNode] = []
         index: dict[int, int] = {}
         for path in self.core.collect_path_info(leaves):
+            # All nodes of a path have the space of the first. One that is known was shown, so its path is to be.
+            if not self._keyed and path and path[0].node_id not in index and self._has_extra_key(path[0].node_id):
+                continue
             for info in path:
                 if info.node_id in index:
                     continue
@@ -68,6 +73,10 @@ class LiveTree:
                 index[info.node_id] = len(out)
                 out.append(TreeNode(info.node_id, index.get(info.parent_id, -1), info.path_start, info.path_end))
         return out
+
+    def _has_extra_key(self, node_id: int) -> bool:
+        """Whether this node has one, the empty one included."""
+        return self.core.prefetch_anchor_info(node_id)[0] is not None
 
     def _leaves(self) -> list[int]:
         """Unlocked device leaves in eviction order: a walk that selects and evicts nothing."""
@@ -107,6 +116,8 @@ class LiveTree:
         return path[start:end] if len(path) == node.end else None
 
     def insert(self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int) -> int | None:
+        if not self._keyed and space.extra_key is not None:
+            return None
         ids = array("q", np.ascontiguousarray(tokens, np.int64).tobytes())
         key = RadixKey(ids, space.extra_key, is_bigram=space.bigram, cache_salt=space.cache_salt)
         if self.core.match_full_device_prefix(key)[0] != matched:

@@ -4,18 +4,24 @@ Up to 8 GiB every byte of every weight file counts. Above that, for safetensors:
 offsets) and the first, middle and last 64 KiB of every tensor; for other files 64 KiB at each 16 MiB. What changes only
 elsewhere in a checkpoint above 8 GiB is not seen. Safetensors layout: 8 bytes of header length, the header as JSON with
 `data_offsets` relative to its end (huggingface/safetensors, README, "Format").
+
+The digest is cached in the store. It is taken from there only where each file is the very one that was read, by path,
+inode, size, mtime and ctime: a program can put an mtime back, a ctime it cannot.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import xxhash
 
 from sglang_persist.errors import Unsupported
+from sglang_persist.format.weights import WeightDigest, WeightFile
 from sglang_persist.fs import FileSystem, ReadFile
+from sglang_persist.store import weights_cache
 
 WHOLE_BYTES = 8 << 30
 SAMPLE = 64 << 10
@@ -23,27 +29,66 @@ STRIDE = 16 << 20
 MAX_HEADER = 100 << 20  # what the safetensors library itself accepts
 _CHUNK = 16 << 20
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+#: Seconds. A file that changed so shortly before it was read may change again within the same tick of its clock.
+_SETTLED = 2
+_ATTEMPTS = 3
 
 
-def weight_files(fs: FileSystem, path: Path) -> list[Path]:
-    """The files that hold the weights: all of the first kind that is there, as loaders choose."""
+def weight_files(fs: FileSystem, path: Path, every_kind: bool = False) -> list[Path]:
+    """The files that hold the weights: all of the first kind that is there, as loaders choose by themselves; of every
+    kind where the loader was told which to take."""
     if path.is_file():
         return [path]
     names = [e.name for e in fs.list(path) if not e.is_dir]
+    found: list[Path] = []
     for kind in _KINDS:
-        found = [path / n for n in names if n.endswith(kind)]
-        if found:
+        if every_kind or not found:
+            found += [path / n for n in names if n.endswith(kind)]
+    if not found:
+        raise Unsupported("weights_unknown", f"{path}: no weight files to identify the model by")
+    return found
+
+
+def identify(
+    fs: FileSystem, path: Path, root: Path | None = None, every_kind: bool = False, whole_bytes: int = WHOLE_BYTES
+) -> str:
+    """Hex digest of the weights below `path`: from the cache in the store at `root` where no file has changed since,
+    else by reading them. Raises Unsupported, also where the files change while they are read; StoreError."""
+    checkpoint = str(path.resolve())
+    rule = f"1 {'every' if every_kind else 'first'} {whole_bytes} {SAMPLE} {STRIDE}"
+    for _ in range(_ATTEMPTS):
+        began = time.time()
+        files = _look(fs, path, every_kind)
+        if root is not None:
+            known = weights_cache.load(fs, root, checkpoint)
+            if known and (known.rule, known.files) == (rule, files):
+                return known.digest
+        found = digest(fs, path, whole_bytes, every_kind)
+        if _look(fs, path, every_kind) == files:
+            settled = (began - _SETTLED) * 1e9
+            if root is not None and all(max(f.mtime_ns, f.ctime_ns) < settled for f in files):
+                weights_cache.save(fs, root, WeightDigest(checkpoint, rule, files, found))
             return found
-    raise Unsupported("weights_unknown", f"{path}: no weight files to identify the model by")
+    raise Unsupported("weights_unknown", f"{path}: the weight files change while they are read")
 
 
-def digest(fs: FileSystem, path: Path, whole_bytes: int = WHOLE_BYTES) -> str:
-    """Hex digest of the weights below `path` (a directory or one file). Raises Unsupported, StoreError."""
+def _look(fs: FileSystem, path: Path, every_kind: bool) -> tuple[WeightFile, ...]:
+    out = []
+    for file in weight_files(fs, path, every_kind):
+        real = file.resolve()
+        at = fs.stat(real)
+        out.append(WeightFile(str(real), at.inode, at.bytes, at.mtime_ns, at.ctime_ns))
+    return tuple(out)
+
+
+def digest(fs: FileSystem, path: Path, whole_bytes: int = WHOLE_BYTES, every_kind: bool = False) -> str:
+    """Hex digest of the weights below `path` (a directory or one file), read now. Raises Unsupported, StoreError."""
     total = hashlib.sha256()
-    files = weight_files(fs, path)
-    # Hub caches hold links to the files: what they point to is what is read.
-    opened = [fs.open(f.resolve()) for f in files]
+    files = weight_files(fs, path, every_kind)
+    opened: list[ReadFile] = []
     try:
+        # Hub caches hold links to the files: what they point to is what is read.
+        opened += (fs.open(f.resolve()) for f in files)
         whole = sum(f.bytes for f in opened) <= whole_bytes
         for name, file in zip(files, opened, strict=True):
             state = xxhash.xxh3_128()
