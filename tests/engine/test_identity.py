@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -225,6 +226,10 @@ def put(path, name: str, content) -> None:
 def who(path, given=None, parallel=None, scheduler=None, **kind) -> identity.Identity:
     """The identity of a server over this checkpoint: real arguments, real configuration, real pool and tree."""
     args = ServerArgs(model_path=str(path), **(given or {}))
+    return whose(args, parallel, scheduler, **kind)
+
+
+def whose(args, parallel=None, scheduler=None, **kind) -> identity.Identity:
     config = ModelConfig.from_server_args(args)
     e = real.engine(**kind)
     widths = {"tp_size": 1, "pp_size": 1, "attn_cp_size": 1, "attn_dp_size": 1, "dcp_enabled": False}
@@ -284,7 +289,18 @@ CHANGES = {
     "what the loader is told": {"given": {"model_loader_extra_config": '{"pattern": "x"}'}},
     "context length": {"given": {"context_length": 2048}},
     "embedding model": {"given": {"is_embedding": True}},
+    "quantization": {"given": {"quantization": "gptq"}},
     "ModelOpt": {"given": {"modelopt_quant": "fp8"}},
+    "FlashRL profile": {"given": {"rl_quant_profile": "scales.json"}},
+    "on-policy target": {"given": {"rl_on_policy_target": "fsdp"}},
+    "quantized communication": {"given": {"enable_quant_communications": True}},
+    "precision of MXFP4": {"given": {"flashinfer_mxfp4_moe_precision": "bf16"}},
+    "quantized activations": {"given": {"enable_w4a4_mxfp4_megamoe": True}},
+    "dispatched activations": {"given": {"deepep_dispatcher_output_dtype": "fp8"}},
+    "diffusion": {"given": {"dllm_algorithm": "LowConfidence"}},
+    "diffusion settings": {"given": {"dllm_algorithm_config": "scales.json"}},
+    "sparse attention setting": {"given": {"enable_hisparse": True}},
+    "format of the configuration": {"files": rewrite("params.json", {"dim": 64})},
     "TF32": {"given": {"enable_tf32_matmul": True}},
     "hooks in the model": {"given": {"forward_hooks": [{"name": "x"}]}},
     "code of the model": {"given": {"trust_remote_code": True}, "files": rewrite("modeling_x.py", "pass")},
@@ -294,9 +310,7 @@ CHANGES = {
 def apply(path, change):
     """The identity of this checkpoint after one change."""
     change.get("files", lambda _: None)(path)
-    given = dict(change.get("given", {}))
-    if "quantization_param_path" in given:
-        given["quantization_param_path"] = str(path / given["quantization_param_path"])
+    given = {k: str(path / v) if v == "scales.json" else v for k, v in change.get("given", {}).items()}
     return who(path, given, change.get("parallel"), change.get("scheduler"), **change.get("kind", {}))
 
 
@@ -369,6 +383,19 @@ def test_settings_that_change_nothing_are_not_in_the_name(tmp_path):
     assert names.namespace(one) == "LlamaForCausalLM-7f7ba7a5e03059ec/07dc790affbf037f"
 
 
+def test_arguments_count_as_they_were_resolved(tmp_path):
+    """SGLang's workers get what was given, and beside it what became of that."""
+    path = checkpoint(tmp_path / "plain")
+    put(path, "config.json", CONFIG)
+    args = ServerArgs(model_path=str(path), device="cpu")
+    args.resolve_once()
+    args = pickle.loads(pickle.dumps(args))
+    assert names.namespace(whose(args)) == names.namespace(who(path))
+    args._resolved_overrides.append(("a hook", {"enable_tf32_matmul": True}))
+    assert args.enable_tf32_matmul is None or args.enable_tf32_matmul is False
+    assert names.namespace(whose(args)) != names.namespace(who(path))
+
+
 def test_layers_of_the_pipeline_stages_change_the_namespace(model, monkeypatch):
     before = who(model)
     monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "1,1")
@@ -385,7 +412,7 @@ def test_weights_of_the_kind_that_the_loader_was_told_to_take_count(model):
 
 def test_identity_reads_the_same_from_a_manifest(model):
     """A name is derived from what was written: whatever is in it must survive the encoding."""
-    every = {k: v for c in CHANGES.values() for k, v in c.get("given", {}).items() if k != "quantization_param_path"}
+    every = {k: v for c in CHANGES.values() for k, v in c.get("given", {}).items() if v not in ("scales.json", "gptq")}
     one = who(model, every)
     assert set(one.model) > {"revision", "load_format", "loader", "side_files", "forward_hooks", "context_length"}
     for part in fields(one):
