@@ -11,11 +11,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sglang.srt.runtime_context import get_memory, get_parallel
 
+from sglang_persist.bounded import within
 from sglang_persist.config import Settings
 from sglang_persist.engine import identity, ranks
 from sglang_persist.engine.pages import KvPages
@@ -151,12 +151,12 @@ class Persistence:
         )  # fmt: skip
         self.pages = KvPages(scheduler.token_to_kv_pool_allocator)
         prepare_hashes(scheduler.tree_cache)
+        root = within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
         began = time.monotonic()
-        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, self.settings.dir)
+        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, root)
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
         dp_rank = parallel.dp_rank
         self.shards = identity.group_shards(parallel, dp_rank)
-        root = _within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
         self.home = Home(self.fs, root, self.identity, identity.shard_name(parallel, dp_rank))
         ranks_here = len(self.shards) * max(1, int(getattr(parallel, "dp_size", 1) or 1))
         shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, ranks_here)
@@ -469,15 +469,6 @@ class Persistence:
             },
             "store": {"bytes": self._store_bytes, "budget_bytes": self._budget},
         }
-
-
-def _within(seconds: float, work):
-    """What `work` returns or raises on a thread of its own. TimeoutError: a file system that does not answer."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="persist-start")
-    try:
-        return thread.submit(work).result(seconds)
-    finally:
-        thread.shutdown(wait=False)
 
 
 def handle_signals(persistence: Persistence) -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
+from sglang_persist.bounded import within
 from sglang_persist.errors import Unsupported
 from sglang_persist.format.weights import WeightDigest, WeightFile
 from sglang_persist.fs import FileSystem, ReadFile
@@ -32,6 +34,8 @@ _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 #: Seconds. A file that changed so shortly before it was read may change again within the same tick of its clock.
 _SETTLED = 2
 _ATTEMPTS = 3
+#: Seconds to wait for the cached digest.
+CACHE_WAIT = 5.0
 
 
 def weight_files(fs: FileSystem, path: Path, every_kind: bool = False) -> list[Path]:
@@ -60,16 +64,24 @@ def identify(
         began = time.time()
         files = _look(fs, path, every_kind)
         if root is not None:
-            known = weights_cache.load(fs, root, checkpoint)
+            known = _bounded(partial(weights_cache.load, fs, root, checkpoint))
             if known and (known.rule, known.files) == (rule, files):
                 return known.digest
         found = digest(fs, path, whole_bytes, every_kind)
         if _look(fs, path, every_kind) == files:
             settled = (began - _SETTLED) * 1e9
             if root is not None and all(max(f.mtime_ns, f.ctime_ns) < settled for f in files):
-                weights_cache.save(fs, root, WeightDigest(checkpoint, rule, files, found))
+                _bounded(partial(weights_cache.save, fs, root, WeightDigest(checkpoint, rule, files, found)))
             return found
     raise Unsupported("weights_unknown", f"{path}: the weight files change while they are read")
+
+
+def _bounded(work):
+    """The store may lie on a file system that does not answer, other than the weights, which were just loaded."""
+    try:
+        return within(CACHE_WAIT, work)
+    except TimeoutError:
+        return None
 
 
 def _look(fs: FileSystem, path: Path, every_kind: bool) -> tuple[WeightFile, ...]:

@@ -26,6 +26,7 @@ class Process:
 
     def __init__(self, monkeypatch, directory: Path, fs: FileSystem = REAL, core="rust", **settings):
         monkeypatch.setattr(runtime, "get_parallel", lambda: PARALLEL)
+        monkeypatch.setattr(runtime, "get_memory", lambda: SimpleNamespace(radix_eviction_policy="lru"))
         monkeypatch.setattr(identity, "identify", lambda *_args: real.IDENTITY)
         variables = {"dir": directory, "interval": 0, "min_free": 0, **settings}
         loaded = config.load({config.BY_KEY[k].variable: str(v) for k, v in variables.items()})
@@ -33,7 +34,7 @@ class Process:
         scheduler = SimpleNamespace(
             tree_cache=self.engine.cache,
             token_to_kv_pool_allocator=self.engine.allocator,
-            server_args=SimpleNamespace(radix_eviction_policy="lru"),
+            enable_lora=False,
             collect_inflight_reqs=list,
             chunked_req=None,
             is_fully_idle=lambda: True,

@@ -118,7 +118,8 @@ def serving(tmp_path, monkeypatch):
     args = SimpleNamespace(enable_memory_saver=True, enable_weights_cpu_backup=False)
     scheduler = SimpleNamespace(server_args=args, is_fully_idle=lambda: True, idle_sleeper=None)
     p = Persistence(scheduler, config.load({"SGLANG_PERSIST_DIR": str(tmp_path)}))
-    p.tree, p.pages, p.home, p.identity, p.shards = e.tree, e.pages, at, real.IDENTITY, (flow.SHARD,)
+    p.tree, p.pages, p.home, p.keeper = e.tree, e.pages, at, flow.keeper(e, at)
+    p.identity, p.shards = real.IDENTITY, (flow.SHARD,)
     p.why_off, p.leader = None, True
     p.on_command(PersistCommand(2, "interval", 0))
     p._begin(p._queue.pop(0))
