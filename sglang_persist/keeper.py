@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from sglang_persist.errors import FormatError, StoreBusy, StoreError
+from sglang_persist.errors import FormatError, StoreBusy, StoreError, StoreFull
 from sglang_persist.format.codec import Codec, choose
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.log import logger
@@ -23,7 +23,7 @@ from sglang_persist.store import names, prune
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.store.verify import store_bytes
-from sglang_persist.store.writer import SEGMENT_BYTES, SegmentWriter, commit, merge
+from sglang_persist.store.writer import SEGMENT_BYTES, SegmentWriter, commit, least_segment_bytes, merge
 
 #: Of the budget: what a segment may take, and what a tree that does not fit is cut down to. The rest of it is for what
 #: is dead in segments that are not worth rewriting yet.
@@ -68,6 +68,11 @@ class Budget:
     def segment_bytes(self) -> int:
         return max(1, min(SEGMENT_BYTES, int(self.total * SEGMENT_SHARE)))
 
+    @property
+    def room_for_one(self) -> int:
+        """The room where a segment may be written above the cap: one, not another one at every snapshot."""
+        return max(self.room, self.segment_bytes + min(self.room, 0))
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -79,7 +84,7 @@ class Ready:
 
 
 class Keeper:
-    """Every method but `expected_bytes` and `record_pages` reads or changes files: they run through `Home.run`."""
+    """Every method but `expected_page_bytes` and `record_pages` reads or changes files: they run through `Home.run`."""
 
     def __init__(self, home: Home, shape: Shape, settings):
         self.home, self.shape, self.settings = home, shape, settings
@@ -87,11 +92,16 @@ class Keeper:
     # -------------------------------------------------------------------------------------------- decide
 
     def expected_page_bytes(self) -> float:
-        """What a page will take on disk: a little more than 16-bit KV really does; other types as they are."""
+        """What a page will take on disk: what those that are stored do, else a little more than 16-bit KV really does;
+        other types as they are."""
         pool = self.shape.pools[0]
-        raw = pool.bytes(1, self.shape.page_tokens)
-        coded = all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers)
-        return (raw * 3 / 4 if coded else raw) + 16 + 8 * self.shape.page_tokens  # and its hash and token ids
+        raw = size = pool.bytes(1, self.shape.page_tokens)
+        indexes = [i for i in self.home.segments.values() if i.pools == self.shape.pools]
+        if pages := sum(int(i.pages.sum()) for i in indexes):
+            size = min(raw, sum(int(i.stored.sum()) for i in indexes) / pages)
+        elif all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers):
+            size = raw * 3 / 4
+        return size + 16 + 8 * self.shape.page_tokens  # and its hash and token ids
 
     def record_pages(self, budget: Budget) -> int:
         page_bytes = max(1, self.shape.pools[0].bytes(1, self.shape.page_tokens))
@@ -120,12 +130,23 @@ class Keeper:
     def start(self) -> Budget:
         """Become the writer, and hold a budget that is smaller than what is stored. Raises StoreError."""
         self.home.become_writer()
-        budget = self.make_room(0)
-        if budget.room < 0 and (m := self.home.manifest) is not None:
-            logger.info("%s: %d bytes above the budget; the coldest prefixes go", self.home.path, -budget.room)
-            part = newest_part(m, self.home.segments, self.home.known, budget.cap * TREE_SHARE)
+        return self.hold(even_the_last=True)
+
+    def hold(self, even_the_last: bool = False) -> Budget:
+        """Where more is stored than the budget allows (it was lowered, or others fill the disk), cut it down.
+
+        Where not one path may stay, `even_the_last` goes at a start: the operator said so. While serving, it is others
+        who fill the disk, perhaps for a moment, and the hottest prefixes are not given up for that.
+        """
+        budget, home = self.make_room(0), self.home
+        if budget.room < 0 and home.manifest is not None:
+            logger.info("%s: %d bytes above the budget; the coldest prefixes go", home.path, -budget.room)
+            part = newest_part(home.manifest, home.segments, home.known, budget.cap * TREE_SHARE)
             if part.nodes:
-                budget = self.shrink(part, SaveRequest(m.generation, m.reason), 0)
+                return self.shrink(part, 0)
+            if even_the_last:
+                home.drop()
+                return self.budget()
         return budget
 
     def prepare(self, request: SaveRequest) -> Ready:
@@ -138,7 +159,11 @@ class Keeper:
             if len(self.shape.shards) > 1:
                 raise StoreBusy(f"{home.path}: generation {request.generation} is taken, the next is {number}")
             request = replace(request, generation=number)
-        return Ready(request, self.budget(), home.is_complete())
+        budget = self.budget()
+        if least_segment_bytes(self.shape.pools, self.shape.page_tokens) > budget.segment_bytes:
+            self.hold()
+            raise StoreFull(f"{home.root}: a segment, a tenth of the budget of {budget.total} bytes, holds no page")
+        return Ready(request, budget, home.is_complete())
 
     def make_room(self, wanted: int) -> Budget:
         """Retire old generations, oldest first, here and where no server writes, until `wanted` bytes have room."""
@@ -148,7 +173,8 @@ class Keeper:
         home = self.home
         # Of what other namespaces give up, each rank has its part.
         missing = (wanted - budget.room) * self.shape.ranks
-        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, time.time() - RECENT)
+        since = time.time() - RECENT
+        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, since, home.path.parent)
         try:
             prune.execute(home.fs, plan)
         finally:
@@ -157,14 +183,17 @@ class Keeper:
         home.forget_missing()
         return self.budget()
 
-    def shrink(self, part: Settled, request: SaveRequest, wanted: int) -> Budget:
-        """Make a part of what is stored the only generation, then rewrite segments until `wanted` bytes have room."""
-        self._write(part, [], request, again=request.generation == self.home.generation)
-        self.home.retire(1)
+    def shrink(self, part: Settled, wanted: int) -> Budget:
+        """Cut the newest generation down to a part of it, under the same name: all ranks still have it. Then rewrite
+        segments until `wanted` bytes have room."""
+        home = self.home
+        self._replace(part, [])
         while (budget := self.budget()).room < wanted:
             used = part.used()
-            segments = self.home.segments
-            worth = plan_reclaim([segments[s] for s in {s for s, _ in used}], used)
+            segments = home.segments
+            # What another generation names as well (one that not every rank has followed yet) would stay all the same.
+            held = prune.named(home.fs, home.path, but=home.generation)
+            worth = [i for i in plan_reclaim([segments[s] for s in {s for s, _ in used}], used) if i.id not in held]
             if not worth:
                 break
             try:
@@ -172,9 +201,14 @@ class Keeper:
             except (FormatError, StoreError) as error:
                 logger.warning("a segment was not rewritten: %s", error)
                 break
-            self._write(part, written, request, again=True)
-            self.home.retire(1)
+            self._replace(part, written)
         return budget
+
+    def _replace(self, part: Settled, written: list[SegmentIndex]) -> None:
+        """Put a part of the newest generation, perhaps moved, into its place; what only that one named goes."""
+        m = self.home.manifest
+        self._write(part, written, SaveRequest(m.generation, m.reason), again=True)
+        self.home.retire(1, {ref.id for ref in m.segments})
 
     def commit(self, settled: Settled, written: list[SegmentIndex], request: SaveRequest) -> tuple[int, int]:
         """Make the generation count, joined segments included where that is due and there is room for it.
@@ -185,8 +219,7 @@ class Keeper:
         segments = {**self.home.segments, **{i.id: i for i in written}}
         if request.reason != "shutdown":
             written = written + self._merge(settled, segments)
-        # Already there: the part of it that was kept when room was made.
-        new_bytes += self._write(settled, written, request, again=request.generation == self.home.generation)
+        new_bytes += self._write(settled, written, request)
         try:
             self.home.retire()
         except StoreError as error:  # the generation counts all the same
@@ -208,7 +241,7 @@ class Keeper:
         named = [segments[s] for s in dict.fromkeys(s for s, _ in sorted(used))]
         manifest = Manifest(
             generation=request.generation,
-            created=time.time(),
+            created=home.manifest.created if again else time.time(),
             reason=request.reason,
             shard=home.path.name,
             shards=shape.shards,

@@ -23,12 +23,12 @@ from sglang_persist.plan import (
     RecordPlan,
     SavePlan,
     TreeNode,
+    fit,
     new_sizes,
     plan_save,
     restrict,
     select,
     settle,
-    stored_sizes,
 )
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.writer import SegmentWriter
@@ -61,20 +61,24 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     live = tree.nodes()
     nodes = select(live, settings.hottest, settings.min_tokens)
     plan = _plan(tree, keeper, nodes, budget)
+    room = budget.room_for_one
+    # An emptied tree must not stand above the last one that held something.
+    if nodes and (budget.room < 0 or sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room):
+        try:
+            plan, room = yield from _within_budget(tree, keeper, plan)
+        except (StoreError, FormatError):
+            yield from _finish(home.run(home.sweep))
+            raise
+    elif budget.room < 0:
+        yield from _finish(home.run(keeper.hold))
     if not nodes or (not plan.records and ready.complete and home.is_current(plan)):
-        # Nothing new, or nothing at all: an emptied tree must not stand above the last one that held something.
-        tokens = home.manifest.tokens if home.manifest else 0
-        return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began)
-    if sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room:
-        plan = _hottest(plan, keeper, budget)
-        if not plan.records and ready.complete and home.is_current(plan):
-            return SaveResult(home.generation, home.manifest.tokens, 0, 0, time.monotonic() - began)
-        plan, budget = yield from _make_room(tree, keeper, plan, request)
+        tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
+        return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None
 
     writer = keeper.new_writer(budget)
     try:
-        kept = yield from _write(tree, pages, plan, writer, request, max(budget.room, budget.segment_bytes))
+        kept = yield from _write(tree, pages, plan, writer, request, room)
         yield from _finish(writer.seal())
         places = iter(writer.placed)
         settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
@@ -106,38 +110,34 @@ def _plan(
     return plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget), pages)
 
 
-def _hottest(plan: SavePlan, keeper: Keeper, budget: Budget) -> SavePlan:
-    """What of a plan a tree may take that does not fit: its newest paths, stored or not."""
-    stored = stored_sizes((entry[1] if entry else () for entry in plan.stored), keeper.home.segments)
-    sizes = [a + b for a, b in zip(stored, new_sizes(plan, keeper.expected_page_bytes()), strict=True)]
-    return restrict(plan, sizes, budget.cap * TREE_SHARE) if sum(sizes) > budget.cap * TREE_SHARE else plan
+def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Waiting, None, tuple[SavePlan, int]]:
+    """What of a plan has room, and the room that was made for it. Raises StoreFull where nothing has.
 
-
-def _make_room(
-    tree: Tree, keeper: Keeper, plan: SavePlan, request: SaveRequest
-) -> Generator[Waiting, None, tuple[SavePlan, Budget]]:
-    """Room for what a plan has to write, and what of it can be written then. Raises StoreFull where nothing can.
-
-    Old generations go first. If that is not enough, what is stored outside of the plan goes: its stored part stands as
-    the generation meanwhile, so that segments can be rewritten.
+    Old generations go first. If that is not enough, the coldest paths go: those that are stored, and those that are to
+    be. The stored part of the rest stands as the newest generation meanwhile, so that segments can be rewritten.
     """
-    home = keeper.home
-    wanted = sum(new_sizes(plan, keeper.expected_page_bytes()))
+    home, page_bytes = keeper.home, keeper.expected_page_bytes()
+    wanted = sum(new_sizes(plan, page_bytes))
     budget = yield from _finish(home.run(lambda: keeper.make_room(wanted)))
     # What a generation that went held alone is not stored any more.
-    plan = _plan(tree, keeper, plan.nodes, budget, plan.pages)
-    wanted = sum(new_sizes(plan, keeper.expected_page_bytes()))
-    stored = settle(plan, [])
+    plan = _plan(tree, keeper, plan.nodes, budget)
+    if sum(new_sizes(plan, page_bytes)) <= budget.room:
+        return plan, budget.room_for_one
+    for smaller in fit(plan, home.segments, page_bytes, budget.cap * TREE_SHARE):
+        plan = smaller
+        yield None
+    wanted, stored = sum(new_sizes(plan, page_bytes)), settle(plan, [])
+    # Where all that is stored is colder, and so is to go, one segment may be written before it does.
+    room = budget.room_for_one
     if wanted > budget.room and stored.nodes:
-        budget = yield from _finish(home.run(lambda: keeper.shrink(stored, request, wanted)))
-        plan = _plan(tree, keeper, plan.nodes, budget, plan.pages)  # the same nodes; what is stored of them has moved
-    if wanted > budget.room:
-        # One segment may always be written: where all that is stored is colder, it has to make room for what is not.
-        room = max(budget.room, budget.segment_bytes)
-        plan = restrict(plan, new_sizes(plan, keeper.expected_page_bytes()), room)
+        budget = yield from _finish(home.run(lambda: keeper.shrink(stored, wanted)))
+        # What is stored of the nodes has moved.
+        plan, room = _plan(tree, keeper, plan.nodes, budget, plan.pages), budget.room
+    plan = restrict(plan, new_sizes(plan, page_bytes), max(0, room), of_new=True)
     if not plan.nodes:
+        yield from _finish(home.run(keeper.hold))
         raise StoreFull(f"{home.root}: no room for a page of KV: {budget.cap} bytes for this rank")
-    return plan, budget
+    return plan, room
 
 
 def _write(
@@ -152,7 +152,7 @@ def _write(
         # What is not coded yet counts as it is: the estimate that the plan was made from may have been too good.
         while writer.due() + size > room and not writer.idle():
             yield writer.idle
-        if (request.deadline and time.monotonic() > request.deadline) or (writer.due() + size > room and kept):
+        if (request.deadline and time.monotonic() > request.deadline) or writer.due() + size > room:
             break
         count, raw = _gather(tree, pages, plan.nodes, record)
         kept.append(count)

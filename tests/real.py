@@ -37,6 +37,8 @@ class Engine:
     tree: LiveTree
     pages: KvPages
     size: int
+    #: KV as models make it, which compresses; else every bit is random.
+    normal: bool = False
 
     def put(self, tokens, extra_key=None, salt=None) -> RadixKey:
         """What a finished request leaves: random KV in new slots, the path in the tree."""
@@ -46,6 +48,9 @@ class Engine:
         prefix = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())[:matched]
         new = self.allocator.alloc(len(key) - matched).clone()
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            if self.normal:
+                buffer[new] = torch.randn(buffer[new].shape).to(buffer.dtype)
+                continue
             rows = buffer.view(torch.uint8)
             rows[new] = torch.randint(0, 256, rows[new].shape, dtype=torch.uint8)
         value = torch.cat([prefix, new])
@@ -102,7 +107,7 @@ class Engine:
 
 def engine(
     core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru",
-    locked=(), keyed=True,
+    locked=(), keyed=True, normal=False,
 ) -> Engine:
     pool = MHATokenToKVPool(
         size=size, page_size=page, dtype=dtype, head_num=heads, head_dim=dim, layer_num=layers, device="cpu",
@@ -120,7 +125,7 @@ def engine(
         )
     )  # fmt: skip
     tree = LiveTree(cache, policy, lambda: list(locked), keyed)
-    return Engine(cache, allocator, pool, tree, KvPages(allocator), size)
+    return Engine(cache, allocator, pool, tree, KvPages(allocator), size, normal)
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> list[int]:

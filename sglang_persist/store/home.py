@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -143,11 +143,11 @@ class Home:
         """Remove what interrupted writes left, as only the holder of the lock may."""
         prune.execute(self.fs, prune.plan_leftovers(self.fs, self.path))
 
-    def retire(self, keep: int = KEEP) -> None:
+    def retire(self, keep: int = KEEP, unnamed: Collection[bytes] = ()) -> None:
         """Remove generations beyond the newest complete ones and, beside at least two, the fullest recent one; then
-        segments that none of those kept names."""
+        segments that none of those kept names: also those of `unnamed`, which a replaced manifest named."""
         since = time.time() - RECENT if keep >= KEEP else math.inf
-        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, keep, since))
+        prune.execute(self.fs, prune.plan_shard(self.fs, self.path, keep, since, unnamed))
 
     def drop(self) -> None:
         """Remove everything that is stored here. Raises StoreBusy where another server writes."""

@@ -8,7 +8,7 @@ stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,11 +47,13 @@ class _Shard:
     #: There is a manifest that cannot be read now, here or by this version, though it may be sound: its segments stay.
     unsure: bool = False
 
-    def drop(self, generations: Iterable[int], plan: PrunePlan, leftovers: bool) -> None:
+    def drop(
+        self, generations: Iterable[int], plan: PrunePlan, leftovers: bool, unnamed: Collection[bytes] = ()
+    ) -> None:
         """Add to the plan: these generations' manifests, and the segments that only they name."""
         going = {g for g in generations if g in self.manifests}
         kept = {ref.id for g, m in self.manifests.items() if g not in going for ref in m.segments}
-        named = {ref.id for g in going for ref in self.manifests[g].segments}
+        named = {ref.id for g in going for ref in self.manifests[g].segments}.union(unnamed)
         for generation in sorted(going):
             plan.manifests.append(self.path / names.manifest(generation))
             for ref in self.manifests[generation].segments:
@@ -96,12 +98,20 @@ def _surplus(fs: FileSystem, one: _Shard, keep: int, fullest_since: float = math
     return [g for g in one.manifests if g < complete[keep - 1] and g != fullest]
 
 
-def plan_shard(fs: FileSystem, path: Path, keep: int, fullest_since: float = math.inf) -> PrunePlan:
-    """What the writer of a shard (the holder of its lock) retires after a commit."""
+def plan_shard(
+    fs: FileSystem, path: Path, keep: int, fullest_since: float = math.inf, unnamed: Collection[bytes] = ()
+) -> PrunePlan:
+    """What the writer of a shard (the holder of its lock) retires after a commit. `unnamed`: segments that were named
+    by a manifest which was replaced since."""
     plan = PrunePlan()
     one = _read(fs, path, busy=False)
-    one.drop(_surplus(fs, one, keep, fullest_since), plan, leftovers=True)
+    one.drop(_surplus(fs, one, keep, fullest_since), plan, True, unnamed)
     return plan
+
+
+def named(fs: FileSystem, path: Path, but: int) -> set[bytes]:
+    """The segments that any generation names, this one excepted."""
+    return {ref.id for g, m in _read(fs, path, busy=True).manifests.items() if g != but for ref in m.segments}
 
 
 def plan_leftovers(fs: FileSystem, path: Path) -> PrunePlan:
@@ -113,19 +123,21 @@ def plan_leftovers(fs: FileSystem, path: Path) -> PrunePlan:
 
 def plan_store(
     fs: FileSystem, root: Path, keep: int, max_bytes: int | None = None, free_bytes: int = 0,
-    fullest_since: float = math.inf,
+    fullest_since: float = math.inf, ours: Path | None = None,
 ) -> tuple[PrunePlan, list[Lock]]:  # fmt: skip
     """Keep the newest complete generations of every shard; beyond that, oldest first until `max_bytes` are left and
     `free_bytes` are gained.
 
-    Returns the locks of all shards that no server holds, to be released once the plan was executed.
+    `ours`: the namespace of a server that asks. All its ranks count as writing: one that has not begun to must find
+    its lock free and its newest generation there. Returns the locks of all shards that no server holds, to be released
+    once the plan was executed.
     """
     locks: list[Lock] = []
     shards: list[_Shard] = []
     problems: list[str] = []
     for path in names.shard_dirs(fs, root):
         try:
-            shards.append(_read(fs, path, _busy(fs, path, locks)))
+            shards.append(_read(fs, path, path.parent == ours or _busy(fs, path, locks)))
         except StoreError as error:
             problems.append(str(error))
     going = {s.path: set(_surplus(fs, s, keep, fullest_since)) for s in shards}

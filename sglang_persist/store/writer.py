@@ -53,6 +53,13 @@ def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encod
     return Encoded(parts, chunks, sum(p.stored_bytes for p in parts))
 
 
+def least_segment_bytes(pools: tuple[Pool, ...], page_tokens: int) -> int:
+    """At most so large is a segment of one record of one page."""
+    entry = segment.entry_bytes(1, 2 * page_tokens, len(pools[0].buffers))
+    index = IndexBuilder(pools, page_tokens).bytes + entry
+    return segment.HEADER_BYTES + pools[0].bytes(1, page_tokens) + index + segment.TRAILER_BYTES
+
+
 def _temporary(path: Path, name: str) -> Path:
     return path / f"tmp-{os.getpid()}-{name}"
 
@@ -236,7 +243,7 @@ class SegmentWriter:
 def commit(fs: FileSystem, path: Path, m: Manifest, again: bool = False) -> int:
     """Make a generation count: its manifest, durable under its name. Returns the manifest's bytes.
 
-    `again`: in the place of what this process has committed under that name. Readers find the one or the other.
+    `again`: in the place of what is committed under that name. Readers find the one or the other.
     """
     if not again and fs.exists(path / names.manifest(m.generation)):
         raise StoreBusy(f"{path / names.manifest(m.generation)}: this generation is committed already")

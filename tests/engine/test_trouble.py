@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flow
 import numpy as np
 import pytest
@@ -164,12 +166,15 @@ def test_newest_paths_are_restored_when_the_pool_is_smaller(tmp_path, rng):
     small.check_evictable()
 
 
-def test_timeout_leaves_out_what_did_not_come_in_time(tmp_path, rng):
+def test_timeout_leaves_out_what_did_not_come_in_time(tmp_path, rng, monkeypatch):
     e = real.engine()
     real.populate(e, rng)
     flow.snapshot(e, at := flow.home(tmp_path))
     at.close()
-    again, home, result = flow.restart(tmp_path, timeout=-1)
+    clock = itertools.chain([0.0, 0.0], itertools.repeat(61.0))  # once the indexes are read, the time is up
+    monkeypatch.setattr("sglang_persist.restore.time.monotonic", lambda: next(clock))
+    again, home, result = flow.restart(tmp_path, timeout=60)
+    monkeypatch.undo()
     assert result.tokens == 0
     assert set(result.refused) <= {"timeout", "parent_refused"}
     again.check()
