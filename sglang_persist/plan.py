@@ -475,19 +475,23 @@ class Use(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    nodes: list[int]  # in the order of insertion: oldest path first
+    nodes: list[int]  # in the order of insertion: oldest path first; one that comes again is only used again
     pages: int
     records: list[tuple[bytes, int, list[Use]]]  # in the order of reading: newest path first
     refused: Counter
 
 
-def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -> LoadPlan:
-    """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`."""
+def plan_restore(
+    resolved: Resolved, capacity_pages: int, min_tokens: int = 0, ends: Sequence[int] | None = None
+) -> LoadPlan:
+    """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`.
+
+    `ends`: where paths end, oldest first, if not at the leaves in their order.
+    """
     m, refused = resolved.manifest, Counter(resolved.refused)
-    sizes = [n.pages for n in m.nodes]
-    wanted, short, _ = choose_paths(
-        [n.parent for n in m.nodes], sizes, capacity_pages, -(-min_tokens // m.page_tokens), resolved.sound
-    )
+    sizes, parents = [n.pages for n in m.nodes], [n.parent for n in m.nodes]
+    least = -(-min_tokens // m.page_tokens)
+    wanted, short, _ = choose_paths(parents, sizes, capacity_pages, least, resolved.sound, ends)
     chosen = set(wanted)
     for i in range(len(m.nodes)):
         if resolved.sound[i] and i not in chosen:
@@ -497,7 +501,23 @@ def plan_restore(resolved: Resolved, capacity_pages: int, min_tokens: int = 0) -
         for p in m.nodes[i].pieces:
             records.setdefault((p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
     pages = sum(sizes[i] for i in wanted)
-    return LoadPlan(sorted(wanted), pages, [(*k, u) for k, u in records.items()], refused)
+    order = sorted(wanted) if ends is None else _use_order(parents, ends, chosen)
+    return LoadPlan(order, pages, [(*k, u) for k, u in records.items()], refused)
+
+
+def _use_order(parents: Sequence[int], ends: Iterable[int], chosen: set[int]) -> list[int]:
+    """The chosen nodes, each after its parent, in the order in which these paths are used; an end above which others
+    have gone already comes again."""
+    out: list[int] = []
+    seen: set[int] = set()
+    for end in ends:
+        path, at = [], end
+        while at >= 0 and at not in seen:
+            path.append(at)
+            at = parents[at]
+        seen.update(path)
+        out += [i for i in reversed(path) if i in chosen] if path else [end] if end in chosen else []
+    return out
 
 
 class Choice(NamedTuple):
@@ -511,41 +531,49 @@ class Choice(NamedTuple):
 
 def choose_paths(
     parents: Sequence[int], sizes: Sequence[int], budget: float, least: int = 0, usable: Sequence[bool] | None = None,
-    partial: bool = False,
+    ends: Sequence[int] | None = None, partial: bool = False,
 ) -> Choice:  # fmt: skip
     """The newest paths within `budget` (the unit of `sizes`), none of them shorter than `least`.
 
-    Nodes stand oldest path first. A path that does not fit is taken as far as it does: to its last node that fits, or,
-    with `partial`, into the next one.
+    Paths end at `ends`, oldest first: at the leaves in their order, if not given. A path that does not fit is taken as
+    far as it does: to its last node that fits, or, with `partial`, into the next one.
     """
     depth: list[int] = []
     for parent, size in zip(parents, sizes, strict=True):
         depth.append(size + (depth[parent] if parent >= 0 else 0))
-    inner = set(parents)
+    if ends is None:
+        inner = set(parents)
+        ends = [i for i in range(len(parents)) if i not in inner]
     wanted: list[int] = []
     chosen: set[int] = set()
     short: set[int] = set()
+    refused: set[int] = set()  # they do not fit, and never will: every node is looked at once
     cut: dict[int, float] = {}
     used = 0
-    for leaf in range(len(parents) - 1, -1, -1):
-        if leaf in inner:
+    for end in reversed(ends):
+        at = end
+        if depth[end] < least:
+            while at >= 0 and at not in chosen and at not in short:
+                short.add(at)
+                at = parents[at]
             continue
-        path, at = [], leaf
-        while at >= 0 and at not in chosen:
+        path = []
+        while at >= 0 and at not in chosen and at not in refused:
             path.append(at)
             at = parents[at]
-        if depth[leaf] < least:
-            short.update(path)
+        if at in refused:
+            refused.update(path)
             continue
-        for node in reversed(path):
-            if node in cut or (usable is not None and not usable[node]):
-                break
-            if sizes[node] and used + sizes[node] > budget:
-                if partial:
+        while path:
+            node = path[-1]
+            unusable = usable is not None and not usable[node]
+            if unusable or (sizes[node] and used + sizes[node] > budget):
+                if partial and not unusable:
                     cut[node] = max(0.0, (budget - used) / sizes[node])
                     used = max(used, budget)
+                refused.update(path)
                 break
-            chosen.add(node)
+            chosen.add(path.pop())
             wanted.append(node)
             used += sizes[node]
     return Choice(wanted, short - chosen, cut)

@@ -66,6 +66,15 @@ class _Filling:
     def left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
+    def chain(self, node: int) -> list:
+        """The slots of the path that ends with a node."""
+        out = []
+        while node >= 0:
+            begin, end = self.at[node]
+            out.append(self.slots[begin:end])
+            node = self.resolved.manifest.nodes[node].parent
+        return out[::-1]
+
 
 def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult) -> Iterator[None]:
     """Fill an empty tree from `home.manifest` and `home.fuller`, in slices. Past `deadline` (monotonic), what is loaded
@@ -79,13 +88,13 @@ def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, res
     reads: list[Future] = []
     try:
         opened = opening.result(max(LOOK_SECONDS, deadline - time.monotonic()))
-        resolved = resolve(home.manifest, home.segments)
+        resolved, ends = resolve(home.manifest, home.segments), None
         if home.fuller is not None:
             result.refused += resolved.refused
-            whole = union(home.manifest, home.fuller, home.segments)
+            whole, ends = union(home.manifest, home.fuller, home.segments)
             result.total_tokens = max(result.total_tokens, whole.tokens)
             resolved = resolve(whole, home.segments)
-        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens)
+        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens, ends)
         result.refused += plan.refused
         if plan.nodes:
             slots = pages.allocate(plan.pages * tree.page_tokens)
@@ -127,7 +136,7 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
 def _layout(plan: LoadPlan, resolved: Resolved, page_tokens: int) -> dict[int, tuple[int, int]]:
     """Where each node's slots lie in the one allocation: node -> (begin, end)."""
     at, out = 0, {}
-    for i in plan.nodes:
+    for i in dict.fromkeys(plan.nodes):
         end = at + resolved.manifest.nodes[i].pages * page_tokens
         out[i] = (at, end)
         at = end
@@ -181,19 +190,21 @@ def _scatter(pages: Pages, f: _Filling, index, record: int, raw: np.ndarray, use
 def _insert(tree: Tree, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
     path_tokens: dict[int, np.ndarray] = {}
+    came: set[int] = set()
     for i in f.plan.nodes:
         node, space = m.nodes[i], m.spaces[m.nodes[i].space]
+        if i in came:
+            if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake
+                tree.insert(space, path_tokens[i], f.chain(i), f.resolved.start[i] + node.pages * m.page_tokens)
+            continue
+        came.add(i)
         reason = f.failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in f.inserted else None)
         if reason is None:
             own = node_tokens(m, node, home.segments)
             path = np.concatenate([path_tokens[node.parent], own[space.extra_tokens :]]) if node.parent >= 0 else own
             path_tokens[i] = path
-            chain, up = [], i
-            while up >= 0:
-                chain.append(f.slots[f.at[up][0] : f.at[up][1]])
-                up = m.nodes[up].parent
             start = f.resolved.start[i]
-            found = tree.insert(space, path, chain[::-1], start)
+            found = tree.insert(space, path, f.chain(i), start)
             if found is None:
                 reason = "not_taken"
             else:

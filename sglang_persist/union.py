@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -90,39 +90,44 @@ class _Union:
         self._children[branch.parent, branch.space, branch.keys[0].tobytes()] = i
         return i
 
-    def manifest(self, m: Manifest, more: Sequence[SegmentRef], order: Iterable[int]) -> Manifest:
-        """`m` with these branches for nodes, each after its ancestors."""
+    def manifest(self, m: Manifest, more: Sequence[SegmentRef], order: Sequence[int]) -> tuple[Manifest, list[int]]:
+        """`m` with these branches for nodes, in this order, but ancestors first; and what node each of them is."""
         place: dict[int, int] = {}
         spaces: dict[Space, int] = {space: i for i, space in enumerate(m.spaces)}
         nodes: list[Node] = []
-        for leaf in order:
-            path = []
-            while leaf >= 0 and leaf not in place:
-                path.append(leaf)
-                leaf = self.branches[leaf].parent
+        for end in order:
+            path, at = [], end
+            while at >= 0 and at not in place:
+                path.append(at)
+                at = self.branches[at].parent
             for i in reversed(path):
                 b = self.branches[i]
                 place[i] = len(nodes)
                 space = spaces.setdefault(b.space, len(spaces))
                 nodes.append(Node(place.get(b.parent, -1), space, len(b.keys), tuple(b.pieces)))
-        return replace(
+        whole = replace(
             m,
             nodes=tuple(nodes),
             spaces=tuple(spaces),
             segments=tuple({ref.id: ref for ref in (*m.segments, *more)}.values()),
             tokens=sum(n.pages for n in nodes) * m.page_tokens,
         )
+        return whole, [place[i] for i in order]
 
 
-def union(newer: Manifest, older: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Manifest:
+def union(newer: Manifest, older: Manifest, segments: Mapping[bytes, SegmentIndex]) -> tuple[Manifest, list[int]]:
     """The tree of `newer` and, older than all of it, what only `older` holds. Nodes that are not sound fall away.
 
-    Both are of one namespace, their pools and pages alike.
+    Second: where paths end, oldest first. A path of `newer` may end above what only `older` holds, and is as new as it
+    was all the same. Both are of one namespace, their pools and pages alike.
     """
     grown = _Union(newer.page_tokens)
     ends, _ = grown.grow(newer, segments)
+    inner = {n.parent for n, end in zip(newer.nodes, ends, strict=True) if end >= 0}
     _, new = grown.grow(older, segments)
-    return grown.manifest(newer, older.segments, [*new, *(i for i in ends if i >= 0)])
+    return grown.manifest(
+        newer, older.segments, [*new, *(end for i, end in enumerate(ends) if end >= 0 and i not in inner)]
+    )
 
 
 def node_keys(node: Node, segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
