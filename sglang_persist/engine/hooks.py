@@ -24,6 +24,8 @@ KV_MEMORY, WEIGHTS_MEMORY = "kv_cache", "weights"
 _READS_WEIGHTS = {"snapshot", "compare", "checksum"}
 #: The one persistence of this scheduler process, once its loop is about to start.
 _current = None
+#: Whether its command reaches it.
+_dispatching = False
 _settings: Settings | None = None
 
 
@@ -43,21 +45,25 @@ def _guarded(function):
 
 
 def _run_event_loop(original, scheduler):
-    global _current
-    missing = [target for target, _, _ in SCHEDULER if target not in HookRegistry._patched]
-    if missing:
-        logger.warning("persistence is off: hook_missing (%s did not take)", ", ".join(missing))
-        return original(scheduler)
-    from sglang_persist.engine.runtime import Persistence, handle_signals
-
     try:
-        persistence = Persistence(scheduler, _settings)
-        persistence.start()
-        _current = persistence
-        handle_signals(persistence)
+        _start(scheduler)
     except Exception:
         logger.exception("persistence is off: internal_error")
     return original(scheduler)
+
+
+def _start(scheduler) -> None:
+    global _current
+    missing = [target for target, _, _ in SCHEDULER if target not in HookRegistry._patched]
+    if missing or not _dispatching:
+        logger.warning("persistence is off: hook_missing (%s did not take)", ", ".join(missing) or "the dispatcher's")
+        return
+    from sglang_persist.engine.runtime import Persistence, handle_signals
+
+    persistence = Persistence(scheduler, _settings)
+    persistence.start()
+    _current = persistence
+    handle_signals(persistence)
 
 
 @_guarded
@@ -117,15 +123,21 @@ def _after_state(persistence, output, *_args, **_kwargs):
 
 
 def _after_dispatcher(_result, scheduler, *_args, **_kwargs):
-    from sglang.utils import TypeBasedDispatcher
+    global _dispatching
+    try:
+        from sglang.utils import TypeBasedDispatcher
 
-    from sglang_persist.engine.runtime import PersistCommand
+        from sglang_persist.engine.runtime import PersistCommand
 
-    def act(command):
-        if _current is not None:
-            _current.on_command(command)
+        scheduler._request_dispatcher += TypeBasedDispatcher([(PersistCommand, _act)])
+        _dispatching = True
+    except Exception:
+        logger.exception("persistence cannot start")
 
-    scheduler._request_dispatcher += TypeBasedDispatcher([(PersistCommand, act)])
+
+def _act(command):
+    if _current is not None:
+        _current.on_command(command)
 
 
 @_guarded

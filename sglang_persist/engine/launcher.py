@@ -16,16 +16,24 @@ from sglang_persist.log import logger
 
 
 def _run_http_server(original, *args, **kwargs):
-    from sglang.srt.managers import tokenizer_manager
-
     timeout = config.load().shutdown_timeout
-    stock = tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS
-    tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(stock, timeout)
+    _raise_grace(timeout)
     try:
         return original(*args, **kwargs)
     finally:
         manager = kwargs.get("tokenizer_manager") or (args[1] if len(args) > 1 else None)
         _stop_schedulers(timeout, manager)
+
+
+def _raise_grace(timeout: float) -> None:
+    """How long SGLang waits for schedulers that it has asked to stop."""
+    try:
+        from sglang.srt.managers import tokenizer_manager
+
+        stock = tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS
+        tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(stock, timeout)
+    except Exception:
+        logger.exception("persistence: the time that schedulers are given to stop could not be raised")
 
 
 def _engine_shutdown(original, engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import sys
 from types import SimpleNamespace
 
 import flow
@@ -192,3 +193,25 @@ def test_tags_of_memory_are_those_of_this_release():
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
     assert (hooks.KV_MEMORY, hooks.WEIGHTS_MEMORY) == (GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS)
+
+
+@pytest.mark.parametrize("broken", ["sglang_persist.engine.runtime", "sglang_persist.engine.identity"])
+def test_an_engine_that_the_plugin_does_not_fit_serves_without_it(monkeypatch, caplog, broken):
+    """A release that lacks what a module of ours imports must not be kept from starting."""
+    for name in ("runtime", "identity"):
+        monkeypatch.delitem(sys.modules, f"sglang_persist.engine.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, broken, None)
+    monkeypatch.setattr(hooks, "_current", None)
+    monkeypatch.setattr(hooks, "_dispatching", False)
+    monkeypatch.setattr(hooks.HookRegistry, "_patched", {target for target, _, _ in hooks.SCHEDULER})
+    call("init_request_dispatcher")
+    assert call("run_event_loop", "served") == "served"
+    assert hooks._current is None
+    assert any("hook_missing" in r.message for r in caplog.records)
+
+
+def test_a_grace_that_cannot_be_raised_stops_nothing(monkeypatch):
+    from sglang.srt.managers import tokenizer_manager
+
+    monkeypatch.delattr(tokenizer_manager, "_SCHEDULER_EXIT_TIMEOUT_SECS")
+    launcher._raise_grace(30)
