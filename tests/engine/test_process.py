@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import real
 from process import Process
-from simfs import GROWING, SimFs
+from simfs import ALL_LOST, GROWING, KILLED, Crash, SimFs
 
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.store import attempts, names, shard, verify
@@ -294,3 +295,34 @@ def test_a_store_directory_of_another_user_is_refused(monkeypatch, tmp_path):
     os.chown(volume / SUBDIRECTORY, 12345, 12345)
     process = Process(monkeypatch, volume).start()
     assert process.status["why_off"] == "store_unavailable"
+
+
+# ------------------------------------------------------------------------------------------- killed while starting
+
+
+@pytest.mark.parametrize("aftermath", [KILLED, ALL_LOST])
+def test_a_start_that_is_killed_at_any_step_costs_the_next_one_nothing(monkeypatch, tmp_path, rng, aftermath):
+    first = SimFs(tmp_path / "store")
+    process = Process(monkeypatch, tmp_path / "store", first).start()
+    for _ in range(2):
+        real.populate(process.engine, rng, 3)
+        process.snapshot()
+    process.persistence.home.close()
+    paths = process.engine.paths()
+    whole = first.clone(tmp_path / "whole")
+    Process(monkeypatch, tmp_path / "whole", whole).start().persistence.home.close()
+    assert len(whole.calls) > 10
+    for n in range(len(whole.calls)):
+        fs = first.clone(tmp_path / f"run-{n}")
+        fs.crash(n)
+        started = Process(monkeypatch, tmp_path / f"run-{n}", fs)
+        with contextlib.suppress(Crash):
+            started.start()
+        started.persistence.home.close()
+        left = fs.leave(aftermath, tmp_path / f"left-{n}")
+        again = Process(monkeypatch, left).start()
+        assert again.engine.paths() == paths, whole.calls[n]
+        again.persistence.home.close()
+        assert verify.verify(REAL, left).findings == []
+        shutil.rmtree(tmp_path / f"run-{n}")
+        shutil.rmtree(left)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sglang_persist.errors import from_os_error
 from sglang_persist.fs import FileSystem, Lock, NewFile
+from sglang_persist.store.names import is_lock
 
 #: What a power cut makes of names and bytes that were not synced.
 ALL_LOST, NAMES_SURVIVE, NAMES_SURVIVE_TORN = "all-lost", "names-survive", "names-survive-torn"
@@ -191,7 +192,7 @@ class SimFs(FileSystem):
     def _leave(self, aftermath: str, source: Path, target: Path) -> None:
         target.mkdir()
         for name, serial in self._names(aftermath, source).items():
-            if serial is None and name != "LOCK":
+            if serial is None and not is_lock(name):
                 self._leave(aftermath, source / name, target / name)
                 continue
             safe = self.safe_bytes.get(serial)
