@@ -190,7 +190,7 @@ class Keeper:
         self._replace(part, [])
         while (budget := self.budget()).room < wanted:
             used = part.used()
-            segments = home.segments
+            segments = dict(home.segments)
             # What another generation names as well (one that not every rank has followed yet) would stay all the same.
             held = prune.named(home.fs, home.path, but=home.generation)
             worth = [i for i in plan_reclaim([segments[s] for s in {s for s, _ in used}], used) if i.id not in held]

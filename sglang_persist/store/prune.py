@@ -46,6 +46,8 @@ class _Shard:
     unreadable: list[str]
     #: There is a manifest that cannot be read now, here or by this version, though it may be sound: its segments stay.
     unsure: bool = False
+    #: The file system did not let us read one: it may yet, so no segment goes this time.
+    unread: bool = False
 
     def drop(
         self, generations: Iterable[int], plan: PrunePlan, leftovers: bool, unnamed: Collection[bytes] = ()
@@ -60,7 +62,7 @@ class _Shard:
                 plan.after.setdefault(self.path / names.segment(ref.id), []).append(plan.manifests[-1])
         for name in self.sizes:
             segment = names.segment_of(name)
-            gone = segment in named or (leftovers and not self.unsure)
+            gone = not self.unread and (segment in named or (leftovers and not self.unsure))
             attempt = names.restoring_of(name)
             left = names.TEMPORARY.fullmatch(name) or (attempt is not None and attempt not in self.manifests)
             if (segment is not None and segment not in kept and gone) or (leftovers and left):
@@ -78,6 +80,7 @@ def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
             if fs.exists(path / names.manifest(generation)):
                 found.unreadable.append(str(error))
                 found.unsure |= not isinstance(error, DAMAGED)
+                found.unread |= isinstance(error, StoreError)
     return found
 
 
