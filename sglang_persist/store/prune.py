@@ -91,13 +91,12 @@ def _surplus(fs: FileSystem, one: _Shard, keep: int, fullest_since: float = math
     """
     if keep == 0:
         return list(one.manifests)
-    complete = [
-        g for g in sorted(one.manifests, reverse=True) if shard.is_complete(fs, one.path, one.manifests[g])
-    ]
+    tokens = {g: shard.fullness(fs, one.path, m) for g, m in one.manifests.items()}
+    complete = [g for g in sorted(tokens, reverse=True) if tokens[g] is not None]
     if len(complete) < keep:
         return []
     recent = [g for g in complete if one.manifests[g].created >= fullest_since]
-    fullest = max(recent, key=lambda g: (one.manifests[g].tokens, g), default=None)
+    fullest = max(recent, key=lambda g: (tokens[g], g), default=None)
     return [g for g in one.manifests if g < complete[keep - 1] and g != fullest]
 
 

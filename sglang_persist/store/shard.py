@@ -50,18 +50,26 @@ def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
 
 def is_complete(fs: FileSystem, path: Path, m: Manifest) -> bool:
     """Whether every rank of the generation has committed its part."""
+    return fullness(fs, path, m) is not None
+
+
+def fullness(fs: FileSystem, path: Path, m: Manifest) -> int | None:
+    """The tokens that the ranks of a generation have, added up, so that all find the same number. None where one has
+    not committed its part."""
+    tokens = m.tokens
     for shard in m.shards:
         if shard == m.shard:
             continue
         if not names.SHARD.fullmatch(shard):
-            return False
+            return None
         try:
             other = load_manifest(fs, path.parent / shard, m.generation)
         except (FormatError, StoreError):
-            return False
+            return None
         if other.shards != m.shards:
-            return False
-    return True
+            return None
+        tokens += other.tokens
+    return tokens
 
 
 def newest(
@@ -88,16 +96,18 @@ def newest(
 
 def fullest(fs: FileSystem, path: Path, than: Manifest | None, deadly: Collection[int] = ()) -> Manifest | None:
     """The older generation with the most tokens, where that is more than `than` has and all else is alike."""
-    best = None
-    for generation in generations(fs, path) if than is not None else ():
+    if than is None:
+        return None
+    best, most = None, fullness(fs, path, than) or 0
+    for generation in generations(fs, path):
         if generation < than.generation and generation not in deadly:
             try:
                 found = load_manifest(fs, path, generation)
             except (FormatError, StoreError):
                 continue
             alike = (found.pools, found.page_tokens, found.shards) == (than.pools, than.page_tokens, than.shards)
-            if alike and found.tokens > (best or than).tokens and is_complete(fs, path, found):
-                best = found
+            if alike and (tokens := fullness(fs, path, found) or 0) > most:
+                best, most = found, tokens
     return best
 
 

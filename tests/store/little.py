@@ -105,11 +105,12 @@ class Little:
         self.home.become_writer()
         return self
 
-    def take(self, *, retire: bool = True, created: float | None = None) -> int:
-        """A snapshot of two segments: a path that no later generation holds, and one that the next holds as well."""
+    def take(self, *, retire: bool = True, created: float | None = None, pages: int = 20) -> int:
+        """A snapshot of two segments: a path that no later generation holds, of so many pages, and one that the next
+        holds as well."""
         generation = self.home.next_generation()
         first = key(self.rng, 1)
-        keys = [key(self.rng, 20), first, key(self.rng, 1, parent=first)]
+        keys = [key(self.rng, pages), first, key(self.rng, 1, parent=first)]
         raws = [payload(self.rng, k.pages) for k in keys]
         out = writer(self.fs, self.home, segment_bytes=3000)
         for one, raw in zip(keys, raws, strict=True):
