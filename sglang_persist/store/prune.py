@@ -46,8 +46,8 @@ class _Shard:
     unreadable: list[str]
     #: There is a manifest that cannot be read now, here or by this version, though it may be sound: its segments stay.
     unsure: bool = False
-    #: The file system did not let us read one: it may yet, so no segment goes this time.
-    unread: bool = False
+    #: Generations that the file system did not let us read: it may yet.
+    unread: set[int] = field(default_factory=set)
 
     def drop(
         self, generations: Iterable[int], plan: PrunePlan, leftovers: bool, unnamed: Collection[bytes] = ()
@@ -56,13 +56,17 @@ class _Shard:
         going = {g for g in generations if g in self.manifests}
         kept = {ref.id for g, m in self.manifests.items() if g not in going for ref in m.segments}
         named = {ref.id for g in going for ref in self.manifests[g].segments}.union(unnamed)
+        # One that cannot be read for a moment keeps its segments, unless it is older than all that stay: then it would
+        # go as well, and one that cannot be read for ever must not hold on to everybody's.
+        stay = [g for g in self.manifests if g not in going]
+        waiting = bool(stay) and any(g > min(stay) for g in self.unread)
         for generation in sorted(going):
             plan.manifests.append(self.path / names.manifest(generation))
             for ref in self.manifests[generation].segments:
                 plan.after.setdefault(self.path / names.segment(ref.id), []).append(plan.manifests[-1])
         for name in self.sizes:
             segment = names.segment_of(name)
-            gone = not self.unread and (segment in named or (leftovers and not self.unsure))
+            gone = not waiting and (segment in named or (leftovers and not self.unsure))
             attempt = names.restoring_of(name)
             left = names.TEMPORARY.fullmatch(name) or (attempt is not None and attempt not in self.manifests)
             if (segment is not None and segment not in kept and gone) or (leftovers and left):
@@ -75,13 +79,21 @@ def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
     found = _Shard(path, busy, {e.name: e.bytes for e in fs.list(path) if not e.is_dir}, {}, [])
     for generation in shard.generations(fs, path):
         try:
-            found.manifests[generation] = shard.load_manifest(fs, path, generation)
+            found.manifests[generation] = _load(fs, path, generation)
         except (FormatError, StoreError) as error:
             if fs.exists(path / names.manifest(generation)):
                 found.unreadable.append(str(error))
                 found.unsure |= not isinstance(error, DAMAGED)
-                found.unread |= isinstance(error, StoreError)
+                if isinstance(error, StoreError):
+                    found.unread.add(generation)
     return found
+
+
+def _load(fs: FileSystem, path: Path, generation: int) -> Manifest:
+    try:
+        return shard.load_manifest(fs, path, generation)
+    except StoreError:  # once more: what it names must not go for a moment's failure
+        return shard.load_manifest(fs, path, generation)
 
 
 def _surplus(fs: FileSystem, one: _Shard, keep: int, fullest_since: float = math.inf) -> list[int]:
