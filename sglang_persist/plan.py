@@ -476,6 +476,7 @@ class Use(NamedTuple):
 @dataclass
 class LoadPlan:
     nodes: list[int]  # in the order of insertion: oldest path first; one that comes again is only used again
+    chosen: list[int]  # in the order of choice: newest path first, parents before children
     pages: int
     records: list[tuple[bytes, int, list[Use]]]  # in the order of reading: newest path first
     refused: Counter
@@ -502,7 +503,7 @@ def plan_restore(
             records.setdefault((p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
     pages = sum(sizes[i] for i in wanted)
     order = sorted(wanted) if ends is None else _use_order(parents, ends, chosen)
-    return LoadPlan(order, pages, [(*k, u) for k, u in records.items()], refused)
+    return LoadPlan(order, wanted, pages, [(*k, u) for k, u in records.items()], refused)
 
 
 def _use_order(parents: Sequence[int], ends: Iterable[int], chosen: set[int]) -> list[int]:

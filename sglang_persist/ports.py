@@ -6,7 +6,7 @@ All calls come from the scheduler's thread, between two iterations of its loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,16 @@ class Tree(Protocol):
         """
 
 
+    def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, Any]:
+        """(how many positions of a path are there, from its start; their slots)."""
+
+    def leaves(self) -> list[int]:
+        """Where paths end that nothing holds, the one that is evicted first before others."""
+
+    def use(self, node_id: int) -> None:
+        """Make a path the most recently used one."""
+
+
 class Pages(Protocol):
     """The KV pools and their allocator."""
 
@@ -45,6 +55,9 @@ class Pages(Protocol):
 
     def gather(self, pool: int, slots: Sequence) -> np.ndarray:
         """KV bytes of these runs of slots, buffer after buffer, in memory that nobody writes to any more."""
+
+    def size(self) -> int:
+        """Tokens that the pool holds in all."""
 
     def capacity(self) -> int:
         """Tokens that a restore may take."""
@@ -56,3 +69,6 @@ class Pages(Protocol):
 
     def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
         """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""
+
+    def settle(self) -> None:
+        """Wait until everything that was scattered is there."""

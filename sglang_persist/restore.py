@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_persist.background import Rest
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.plan import Known, LoadPlan, Resolved, node_tokens, plan_restore, resolve
 from sglang_persist.ports import Pages, Tree
@@ -29,6 +30,7 @@ from sglang_persist.store.shard import Segment
 from sglang_persist.union import union
 
 AHEAD_BYTES = 96 << 20
+TIMEOUT = "timeout"
 #: Looking what is stored may take so long, however short the timeout is; so what is left out can be counted.
 LOOK_SECONDS = 1.0
 
@@ -41,6 +43,8 @@ class RestoreResult:
     errors: list[str] = field(default_factory=list)
     #: Over the inserted nodes in order: ranks with equal digests have equal trees.
     digest: Any = field(default_factory=hashlib.sha256)
+    #: What was not loaded in time, or not to be waited for, and can go on while the engine serves.
+    rest: Rest | None = None
 
 
 @dataclass
@@ -57,6 +61,8 @@ class _Filling:
     result: RestoreResult
     #: Nodes whose bytes did not come, and why.
     failed: dict[int, str] = field(default_factory=dict)
+    #: Nodes that could still come, in the order of choice.
+    late: list[int] = field(default_factory=list)
     #: The live node of each one that was inserted.
     inserted: dict[int, int] = field(default_factory=dict)
 
@@ -76,9 +82,11 @@ class _Filling:
         return out[::-1]
 
 
-def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult) -> Iterator[None]:
+def restore(
+    tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult, go_on: bool = False
+) -> Iterator[None]:
     """Fill an empty tree from `home.manifest` and `home.fuller`, in slices. Past `deadline` (monotonic), what is loaded
-    is inserted.
+    is inserted. The rest is left out, or, with `go_on`, left in `result.rest`.
 
     Fills in `result`; whatever is wrong with the store costs nodes there, never an exception. Raises TimeoutError where
     not even the indexes could be read in time.
@@ -96,15 +104,35 @@ def restore(tree: Tree, pages: Pages, home: Home, settings, deadline: float, res
             resolved = resolve(whole, home.segments)
         plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens, ends)
         result.refused += plan.refused
-        if plan.nodes:
+        if plan.nodes and go_on and settings.restore == "background":
+            result.rest = Rest(resolved, plan.chosen, dict(home.segments), opened, {})
+        elif plan.nodes:
             slots = pages.allocate(plan.pages * tree.page_tokens)
             filling = _Filling(
                 resolved, plan, opened, slots, _layout(plan, resolved, tree.page_tokens), deadline, result
             )
             yield from _fill(tree, pages, home, filling, settings.threads, reads)
+            if filling.late and go_on:
+                result.rest = Rest(resolved, filling.late, dict(home.segments), opened, filling.inserted)
+            elif filling.late:
+                result.refused[TIMEOUT] += len(filling.late)
     finally:
         # Not on this thread, and not before the last read of a file that answers slowly or never.
-        opening.add_done_callback(lambda _: _close_after(reads, opening))
+        if result.rest is None:
+            opening.add_done_callback(lambda _: _close_after(reads, opening))
+
+
+def _late(f: _Filling) -> list[int]:
+    """Nodes that were not loaded in time, and those below them, in the order of choice."""
+    late: dict[int, None] = {}
+    bad: set[int] = set()
+    for i in f.plan.chosen:
+        parent, reason = f.resolved.manifest.nodes[i].parent, f.failed.get(i)
+        if parent in bad or reason not in (None, TIMEOUT):
+            bad.add(i)
+        elif parent in late or reason == TIMEOUT:
+            late[i] = None
+    return list(late)
 
 
 def _close_after(reads: list[Future], opening: Future) -> None:
@@ -126,6 +154,7 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
     """Bytes, then nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
     try:
         yield from _load(tree, pages, filling, threads, reads)
+        filling.late = _late(filling)
         _insert(tree, home, filling)
     finally:
         for i, (begin, end) in filling.at.items():
@@ -163,9 +192,9 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
                     raise TimeoutError
                 raw = job.result(left)
             except TimeoutError:
-                f.fail(nodes, "timeout")
+                f.fail(nodes, TIMEOUT)
                 for *_, unread in (*ahead, *todo):
-                    f.fail((use.node for use in unread), "timeout")
+                    f.fail((use.node for use in unread), TIMEOUT)
                 break
             except (FormatError, StoreError) as error:
                 index.bad.add(record)
@@ -190,8 +219,10 @@ def _scatter(pages: Pages, f: _Filling, index, record: int, raw: np.ndarray, use
 def _insert(tree: Tree, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
     path_tokens: dict[int, np.ndarray] = {}
-    came: set[int] = set()
+    came, late = set(), set(f.late)
     for i in f.plan.nodes:
+        if i in late:
+            continue
         node, space = m.nodes[i], m.spaces[m.nodes[i].space]
         if i in came:
             if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake

@@ -102,6 +102,9 @@ class KvPages:
             at += size
         return out
 
+    def size(self) -> int:
+        return int(self._allocator.size)
+
     def capacity(self) -> int:
         return int(self._allocator.available_size())
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from sglang.srt.runtime_context import get_memory, get_parallel
 
+from sglang_persist.background import Background
 from sglang_persist.bounded import within
 from sglang_persist.config import Settings
 from sglang_persist.engine import identity, ranks
@@ -60,6 +61,9 @@ class Persistence:
         self.home: Home | None = None
         self.keeper: Keeper | None = None
         self._job: Generator | None = None
+        self._background: Background | None = None
+        #: The generation that is being restored, and the mark that says so.
+        self._attempted: tuple = (0, None)
         self._command: PersistCommand | None = None
         self._queue: list[PersistCommand] = []
         self._generation = 0
@@ -77,6 +81,7 @@ class Persistence:
         self._failures, self._last_error = 0, None
         self._store_bytes = 0
         self._passed: list[Exception] = []
+        self._background_began = 0.0
 
     # ------------------------------------------------------------------------------------------- start
 
@@ -203,25 +208,22 @@ class Persistence:
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
             self.restore_state = "done"
             return
-        if self.settings.restore == "background":
-            logger.info("restoring in the background comes in a later version: this start waits")
         began, generation = time.monotonic(), home.generation
         self.restore_state = "running"
         attempt = self._on_store(lambda: attempts.begin(self.fs, home.path, generation), deadline)
+        self._attempted = generation, attempt
+        # Several ranks would have to insert the same node in the same pass of their loops.
+        alone = len(self.shards) == 1
         completed = False
         try:
-            for _ in restore(self.tree, self.pages, home, self.settings, deadline, self.restored):
+            for _ in restore(self.tree, self.pages, home, self.settings, deadline, self.restored, go_on=alone):
                 pass
             self.pages.settle()
-            completed = True
+            completed = self.restored.rest is None
         finally:
-            home.run(lambda: attempts.end(self.fs, home.path, generation, attempt, completed))
+            if self.restored.rest is None:
+                self._end_attempt(completed)
         self.restore_seconds = time.monotonic() - began
-        self.restore_state = "done"
-        for error in self.restored.errors[:20]:
-            logger.warning("refused: %s", error)
-        if not self.restored.tokens:
-            self._cold(next(iter(self.restored.refused), "no_snapshot"), "no node could be restored")
         logger.info(
             "restored %d of %d tokens of generation %d%s in %.2f s%s", self.restored.tokens,
             self.restored.total_tokens, generation,
@@ -229,6 +231,23 @@ class Persistence:
             self.restore_seconds,
             f", refused nodes: {dict(self.restored.refused)}" if self.restored.refused else "",
         )  # fmt: skip
+        if self.restored.rest is None:
+            self._restored()
+        else:
+            self._background = Background(self.tree, self.pages, home, self.restored.rest, self.settings.threads)
+            self._background_began = time.monotonic()
+            logger.info("%d tokens are restored in the background", self._background.left)
+
+    def _restored(self) -> None:
+        self.restore_state = "done"
+        for error in self.restored.errors[:20]:
+            logger.warning("refused: %s", error)
+        if not self.restored.tokens:
+            self._cold(next(iter(self.restored.refused), "no_snapshot"), "no node could be restored")
+
+    def _end_attempt(self, completed: bool) -> None:
+        generation, attempt = self._attempted
+        self.home.run(lambda: attempts.end(self.fs, self.home.path, generation, attempt, completed))
 
     def _why_cold(self) -> str:
         passed = self._passed
@@ -273,6 +292,7 @@ class Persistence:
 
     def _turn_off(self, reason: str, detail: str) -> None:
         self.why_off = reason
+        self._end_background("aborted")
         self._drop_job("persistence was turned off")
         logger.warning("persistence is off: %s (%s)", reason, detail)
 
@@ -288,7 +308,8 @@ class Persistence:
         if self._in_flight or self.why_off or self._paused or not self.leader:
             return
         asked = self._requested > self._last_request
-        if asked or time.monotonic() >= self._next_due:
+        # A snapshot of a tree that is still being filled would only say less than the last one.
+        if asked or (time.monotonic() >= self._next_due and self._background is None):
             self._in_flight = True
             reason = "manual" if asked else "interval"
             received.append(PersistCommand(self._generation + 1, reason, self._requested))
@@ -297,20 +318,50 @@ class Persistence:
         self._queue.append(command)
 
     def tick(self) -> None:
-        """After every intake of requests: a bounded slice of the running snapshot, if there is one."""
-        if self._job is None:
-            if not self._queue or self.why_off or self._paused:
-                return
+        """After every intake of requests: a bounded slice of the running snapshot, else of the restore that goes on."""
+        if self._job is None and self._queue and not self.why_off and not self._paused:
             self._begin(self._queue.pop(0))
+        if self._job is None and self._background is None:
+            return
         idle = self.scheduler.is_fully_idle()
         end = time.monotonic() + (IDLE_SLICE if idle else BUSY_SLICE)
-        while self._job is not None and (left := end - time.monotonic()) > 0:
-            waiting = self._step()
+        while (self._job or self._background) and (left := end - time.monotonic()) > 0:
+            waiting = self._step() if self._job else self._step_background()
             if waiting is None:
                 continue
             if not (idle and self.scheduler.idle_sleeper):
                 break
             waiting(left)  # else the idle loop would sleep, for much longer
+
+    def _step_background(self):
+        try:
+            return self._background.step()
+        except StopIteration:
+            self._end_background("done")
+        except Exception as error:
+            logger.exception("the restore was given up")
+            self.restored.errors.append(str(error))
+            self._end_background("aborted")
+        return None
+
+    def _end_background(self, state: str) -> None:
+        if (background := self._background) is None:
+            return
+        self._background = None
+        background.abort()
+        self.pages.settle()
+        self.restored.tokens += background.tokens
+        self.restored.refused += background.refused
+        self.restored.errors += background.errors
+        self.restored.rest = None
+        self.restore_seconds += time.monotonic() - self._background_began
+        self._end_attempt(state == "done")
+        self._restored()
+        self.restore_state = state
+        logger.info(
+            "%s restoring in the background: %d of %d tokens in %.2f s", "ended" if state == "done" else "gave up",
+            self.restored.tokens, self.restored.total_tokens, self.restore_seconds,
+        )  # fmt: skip
 
     def _begin(self, command: PersistCommand, deadline: float | None = None) -> None:
         self._command = command
@@ -379,6 +430,7 @@ class Persistence:
         """The last snapshot, to its end: called when the loop is about to end and everything is drained."""
         if self.why_off or self._paused:
             return
+        self._end_background("aborted")
         timeout, began = self.settings.shutdown_timeout, time.monotonic()
         hard = began + timeout * HARD_SHARE
         self._queue.clear()
@@ -400,6 +452,7 @@ class Persistence:
 
     def flushed(self) -> None:
         """The tree was emptied: what is being saved is gone; what is stored stays, or goes, as configured."""
+        self._end_background("aborted")
         self._drop_job("the cache was flushed")
         if self.home is None or self.why_off:
             return
@@ -424,6 +477,7 @@ class Persistence:
 
     def pause(self) -> None:
         """KV memory is about to be released: nothing may read it until `resume`."""
+        self._end_background("aborted")
         self._drop_job("KV memory was released")
         self._paused = True
         if self._requested > self._last_request:  # whoever waits for one is told
@@ -439,7 +493,13 @@ class Persistence:
         return self.why_off or ("memory_released" if self._paused else None)
 
     def status(self) -> dict:
-        last = self._last
+        last, background = self._last, self._background
+        tokens, seconds, rate = self.restored.tokens, self.restore_seconds, None
+        if background is not None:
+            tokens += background.tokens
+            passed = time.monotonic() - self._background_began
+            seconds += passed
+            rate = background.tokens / passed if passed > 0 else None
         return {
             "enabled": self.why_off is None,
             "why_off": self.why_off,
@@ -448,10 +508,12 @@ class Persistence:
             "restore": {
                 "state": self.restore_state,
                 "why_cold": self.why_cold,
-                "tokens_restored": self.restored.tokens,
+                "tokens_restored": tokens,
                 "tokens_total": self.restored.total_tokens,
-                "nodes_refused": dict(Counter(self.restored.refused)),
-                "seconds": round(self.restore_seconds, 3),
+                "nodes_refused": dict(self.restored.refused + (background.refused if background else Counter())),
+                "seconds": round(seconds, 3),
+                "tokens_per_second": round(rate) if rate else None,
+                "seconds_left": round(background.left / rate, 1) if rate else None,
             },
             "snapshot": {
                 "state": "running" if self._job is not None else "idle",

@@ -53,12 +53,11 @@ class LiveTree:
         self._keyed = keyed
 
     def nodes(self) -> list[TreeNode]:
-        leaves = self._leaves()
+        leaves = self.leaves()
         if self._reversed:
             leaves.reverse()
         seen = set(leaves)
         leaves += [i for i in dict.fromkeys(self._locked()) if i not in seen]
-        self.core.backfill_missing_hash_values()
         out: list[TreeNode] = []
         index: dict[int, int] = {}
         for path in self.core.collect_path_info(leaves):
@@ -78,8 +77,10 @@ class LiveTree:
         """Whether this node has one, the empty one included."""
         return self.core.prefetch_anchor_info(node_id)[0] is not None
 
-    def _leaves(self) -> list[int]:
-        """Unlocked device leaves in eviction order: a walk that selects and evicts nothing."""
+    def leaves(self) -> list[int]:
+        # Unlocked device leaves in eviction order: a walk that selects and evicts nothing. What the core tells of a node
+        # afterwards, it tells of hashed ones alone.
+        self.core.backfill_missing_hash_values()
         out: list[int] = []
         tracker = dict.fromkeys(self.cache.tree_components, 0)
         self.core.evict_device_start(FULL, _EVERYTHING)
@@ -118,8 +119,7 @@ class LiveTree:
     def insert(self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int) -> int | None:
         if not self._keyed and space.extra_key is not None:
             return None
-        ids = array("q", np.ascontiguousarray(tokens, np.int64).tobytes())
-        key = RadixKey(ids, space.extra_key, is_bigram=space.bigram, cache_salt=space.cache_salt)
+        key = _key(space, tokens)
         if self.core.match_full_device_prefix(key)[0] != matched:
             return None
         # `prev_prefix_len`: the tree must not free, as duplicates, the ancestors' own slots. `inserted_len`: ancestors
@@ -128,6 +128,30 @@ class LiveTree:
             InsertParams(key=key, value=torch.cat(slots), prev_prefix_len=matched, inserted_len=matched)
         )
         return int(done.last_device_node)
+
+
+    def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, torch.Tensor]:
+        count, last, _ = self.core.match_full_device_prefix(_key(space, tokens))
+        return count, self.core.collect_full_device_indices(last, self.cache.root_node_handle())[:count]
+
+    def use(self, node_id: int) -> None:
+        try:
+            (path,) = self.core.collect_path_info([node_id])
+            found = [self.core.snapshot_buffer_backup(info.node_id, False) for info in path]
+        except (KeyError, ValueError):  # evicted since
+            return
+        if not found or None in found:
+            return
+        key = found[0].key
+        space = Space(key.extra_key, key.cache_salt, bool(key.is_bigram))
+        runs = [np.array(f.key.raw_token_ids(), np.int64) for f in found]
+        tokens = np.concatenate([runs[0], *(run[space.extra_tokens :] for run in runs[1:])])
+        self.cache.touch_prefix(_key(space, tokens))
+
+
+def _key(space: Space, tokens: np.ndarray) -> RadixKey:
+    ids = array("q", np.ascontiguousarray(tokens, np.int64).tobytes())
+    return RadixKey(ids, space.extra_key, is_bigram=space.bigram, cache_salt=space.cache_salt)
 
 
 def prepare_hashes(cache) -> None:

@@ -34,7 +34,8 @@ FLOORS = (
     ("store/home.py",),
     ("keeper.py",),
     ("ports.py",),
-    ("save.py", "restore.py"),
+    ("save.py", "background.py"),
+    ("restore.py",),
     ("engine/",),
 )
 #: They stand beside the building.
