@@ -156,7 +156,7 @@ def test_a_small_file_system_is_never_filled(llama, tmp_path):
     try:
         _crowd(llama, volume, 6 << 20)  # the default budget: half of it
     finally:
-        subprocess.run(["umount", volume], check=True)
+        subprocess.run(["umount", "--lazy", volume], check=True)
 
 
 def _crowd(llama, directory: Path, budget: int, *flags) -> None:
@@ -203,10 +203,10 @@ def test_weights_that_change_while_serving_close_the_namespace(llama, prompts, t
     with serving.Server(llama, *persist(store)) as server:
         serve(server, prompts[:2])
         warm = serve(server, prompts[:2])
-        server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
-        assert "memory" in cli("snapshot", "--url", server.url, code=10)
-        server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        assert serve(server, prompts[:1]).cached == 0, "SGLang empties the tree"
+        # (Releasing KV memory needs a GPU in stock SGLang: tests/engine/test_hooks.py has it.)
+        server.post("/flush_cache")
+        assert serve(server, prompts[:1]).cached == 0
+        assert cli("inspect", store, "--json")["namespaces"] == [], "an emptied tree is not saved by itself"
         serve(server, prompts[:2])
         saved = snapshot(server)
         assert saved["tokens"] > 0
