@@ -78,8 +78,8 @@ class LiveTree:
         return self.core.prefetch_anchor_info(node_id)[0] is not None
 
     def leaves(self) -> list[int]:
-        # Unlocked device leaves in eviction order: a walk that selects and evicts nothing. What the core tells of a node
-        # afterwards, it tells of hashed ones alone.
+        # Unlocked device leaves in eviction order: a walk that selects and evicts nothing. Of nodes that are not hashed
+        # the core would tell nothing afterwards.
         self.core.backfill_missing_hash_values()
         out: list[int] = []
         tracker = dict.fromkeys(self.cache.tree_components, 0)
