@@ -49,6 +49,20 @@ def test_every_way_of_stopping_restarts_warm(llama, prompts, killed, tmp_path):
         assert all(g["complete"] for g in generations)
 
 
+def test_background_restore_serves_at_once_and_ends_warm(llama, prompts, killed, tmp_path):
+    store, warm = shutil.copytree(killed[0], tmp_path / "store"), killed[1]
+    with serving.Server(llama, *persist(store, "--persist-restore", "background")) as server:
+        answer = server.generate(prompts[0], checks.NEW_TOKENS)
+        assert answer.ids == warm.ids[0]
+        while (found := status(server)["restore"])["state"] == "running":
+            time.sleep(0.1)
+        assert (found["state"], found["why_cold"]) == ("done", None)
+        assert_warm(serve(server, prompts), warm)
+        assert snapshot(server)["new_tokens"] <= checks.NEW_TOKENS
+        server.stop()
+        assert_sound(store)
+
+
 def test_outputs_depend_on_the_stored_kv(llama, prompts, killed, tmp_path):
     """Without this the others prove nothing: zeroing the KV of 64 tokens in the store changes the outputs."""
     store, warm = shutil.copytree(killed[0], tmp_path / "store"), killed[1]
