@@ -12,6 +12,7 @@ No file is read on the caller's thread, and nothing is waited for beyond the dea
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -140,8 +141,10 @@ def _close_after(reads: list[Future], opening: Future) -> None:
     if opening.exception():
         return
 
+    left = itertools.count(len(reads), -1)
+
     def close(_: Future | None = None) -> None:
-        if all(read.done() for read in reads):
+        if not next(left):  # this thread included, all have come here
             for segment in opening.result().values():
                 segment.close()
 
