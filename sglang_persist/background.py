@@ -19,7 +19,8 @@ import numpy as np
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Piece
-from sglang_persist.plan import Known, Resolved, node_tokens
+from sglang_persist.plan.loading import Resolved, node_tokens
+from sglang_persist.plan.tree import Known
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment

@@ -18,7 +18,9 @@ from sglang_persist.format.codec import Codec, choose
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest, Pool, SegmentRef
-from sglang_persist.plan import Settled, newest_part, plan_merge, plan_reclaim
+from sglang_persist.plan.fitting import newest_part
+from sglang_persist.plan.rewriting import plan_merge, plan_reclaim
+from sglang_persist.plan.saving import Settled
 from sglang_persist.store import names, prune
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment

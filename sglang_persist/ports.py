@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_persist.model import Pool, Space
-from sglang_persist.plan import Content, TreeNode
+from sglang_persist.plan.tree import Content, TreeNode
 
 
 class Tree(Protocol):

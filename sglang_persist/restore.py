@@ -24,11 +24,12 @@ import numpy as np
 
 from sglang_persist.background import Rest
 from sglang_persist.errors import FormatError, StoreError
-from sglang_persist.plan import Known, LoadPlan, Resolved, node_tokens, plan_restore, resolve
+from sglang_persist.plan.loading import LoadPlan, Resolved, node_tokens, plan_restore, resolve
+from sglang_persist.plan.tree import Known
+from sglang_persist.plan.union import union
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment
-from sglang_persist.union import union
 
 AHEAD_BYTES = 96 << 20
 TIMEOUT = "timeout"

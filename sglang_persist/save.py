@@ -19,17 +19,10 @@ import numpy as np
 
 from sglang_persist.errors import FormatError, StoreError, StoreFull
 from sglang_persist.keeper import TREE_SHARE, Budget, Keeper, SaveRequest
-from sglang_persist.plan import (
-    RecordPlan,
-    SavePlan,
-    TreeNode,
-    fit,
-    new_sizes,
-    plan_save,
-    restrict,
-    select,
-    settle,
-)
+from sglang_persist.plan.fitting import fit, new_sizes, restrict
+from sglang_persist.plan.paths import select
+from sglang_persist.plan.saving import RecordPlan, SavePlan, plan_save, settle
+from sglang_persist.plan.tree import TreeNode
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.writer import SegmentWriter
 

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_persist.errors import Unsupported
 from sglang_persist.model import HASH_BYTES, Space
-from sglang_persist.plan import NO_PARENT, Content, TreeNode
+from sglang_persist.plan.tree import NO_PARENT, Content, TreeNode
 
 FULL = ComponentType.FULL
 _EVERYTHING = 1 << 40

@@ -13,7 +13,8 @@ from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
-from sglang_persist.plan import Known, SavePlan
+from sglang_persist.plan.saving import SavePlan
+from sglang_persist.plan.tree import Known
 from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_persist.errors import FormatError, PersistError, StoreError
 from sglang_persist.fs import FileSystem
 from sglang_persist.model import Manifest
-from sglang_persist.plan import resolve
+from sglang_persist.plan.loading import resolve
 from sglang_persist.store import names, shard, weights_cache
 
 #: What a file system or a volume puts beside a store.

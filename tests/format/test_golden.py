@@ -14,9 +14,9 @@ import builders
 import numpy as np
 import pytest
 
-from sglang_persist import plan
 from sglang_persist.format.codec import Codec
 from sglang_persist.fs import REAL
+from sglang_persist.plan.loading import node_tokens, resolve
 from sglang_persist.store import shard, verify, weights_cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,13 +52,13 @@ def test_a_stored_shard_reads_to_what_was_put_into_it(version, place):
     )
     opened = {ref.id: shard.open_segment(REAL, path, ref.id, ref) for ref in m.segments}
     indexes = {k: s.index for k, s in opened.items()}
-    resolved = plan.resolve(m, indexes)
+    resolved = resolve(m, indexes)
     assert not resolved.refused
     for i, (node, want) in enumerate(zip(m.nodes, expected["nodes"], strict=True)):
         space = m.spaces[node.space]
         assert [space.extra_key, space.cache_salt, space.bigram] == want["space"]
         assert (node.parent, resolved.start[i], node.pages) == (want["parent"], want["start"], want["pages"])
-        assert plan.node_tokens(m, node, indexes).tolist() == want["tokens"]
+        assert node_tokens(m, node, indexes).tolist() == want["tokens"]
         kv = []
         for p in node.pieces:
             raw = opened[p.segment].load(p.record).tobytes()

@@ -14,7 +14,6 @@ from fuzz import ANY, EXTREMES, TEXT, examples, mutate, replace_inside
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_persist import plan
 from sglang_persist.errors import (
     ChecksumMismatch,
     FormatError,
@@ -26,6 +25,7 @@ from sglang_persist.errors import (
 )
 from sglang_persist.format import codec, limits, manifest
 from sglang_persist.model import Buffer, Identity, Manifest, Node, Piece, Pool, SegmentRef, Space
+from sglang_persist.plan.loading import node_tokens, plan_restore, resolve
 from sglang_persist.store import names
 
 STORE = builders.little_store()
@@ -96,11 +96,11 @@ def test_a_little_store_resolves_to_its_tokens(page_tokens):
     store = builders.little_store(page_tokens)
     m, indexes = manifest.decode(manifest.encode(store.manifest)), store.indexes
     assert m == store.manifest
-    resolved = plan.resolve(m, indexes)
+    resolved = resolve(m, indexes)
     assert not resolved.refused and resolved.start == [n.start for n in store.nodes]
     for stored, node in zip(m.nodes, store.nodes, strict=True):
         assert m.spaces[stored.space] == node.space
-        assert np.array_equal(plan.node_tokens(m, stored, indexes), node.tokens)
+        assert np.array_equal(node_tokens(m, stored, indexes), node.tokens)
 
 
 def test_minor_version_and_unknown_members_are_ignored():
@@ -376,12 +376,12 @@ def refuses_or_reads(data: bytes) -> None:
     except FormatError as error:
         assert type(error) is not FormatError
         return
-    resolved = plan.resolve(m, INDEXES)
+    resolved = resolve(m, INDEXES)
     for node, sound in zip(m.nodes, resolved.sound, strict=True):
         if sound:
-            tokens = plan.node_tokens(m, node, INDEXES)
+            tokens = node_tokens(m, node, INDEXES)
             assert len(tokens) == node.pages * m.page_tokens + m.spaces[node.space].extra_tokens
-    plan.plan_restore(resolved, 5)
+    plan_restore(resolved, 5)
     names.namespace(m.identity)
     names.namespace_id(m.identity)
     json.dumps(m.identity.soft)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Node, Piece, SegmentRef, Space
-from sglang_persist.plan import node_tokens, resolve
+from sglang_persist.plan.loading import node_tokens, resolve
 
 
 class _Branch:

@@ -1,0 +1,120 @@
+"""What has room: a plan, or a stored tree, cut down to its newest paths by what they take on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.model import Manifest, Node, Piece, Space
+from sglang_persist.plan.loading import resolve
+from sglang_persist.plan.paths import choose_paths
+from sglang_persist.plan.saving import RecordPlan, SavePlan, Settled, Source
+from sglang_persist.plan.tree import Known
+
+
+def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool = False) -> SavePlan:
+    """The newest paths of a plan whose nodes' `sizes` fit into `budget`: nodes and records of the others fall away.
+
+    Of the node in which the room ends, the first pages are kept. `of_new`: sizes are those of new pages alone.
+    """
+    choice = choose_paths([n.parent for n in plan.nodes], sizes, budget, partial=True)
+    pages = {i: plan.pages[i] for i in choice.nodes}
+    for i, share in choice.cut.items():
+        if count := _cut(plan, i, share, of_new):
+            pages[i] = count
+    index = {old: new for new, old in enumerate(sorted(pages))}
+    out = SavePlan(
+        plan.page_tokens,
+        [plan.nodes[i]._replace(parent=index.get(plan.nodes[i].parent, -1)) for i in index],
+        [pages[i] for i in index],
+        [_first_pieces(plan.stored[i], pages[i]) for i in index],
+        [],
+    )
+    for record in plan.records:
+        # A record follows a path downwards, so what falls away is its end.
+        sources = [
+            Source(index[s.node], s.first, n)
+            for s in record.sources
+            if s.node in index and (n := min(s.pages, pages[s.node] - s.first)) > 0
+        ]
+        if sources:
+            count = sum(s.pages for s in sources)
+            out.records.append(RecordPlan(record.key.first_pages(count, plan.page_tokens), sources))
+    return out
+
+
+def _cut(plan: SavePlan, i: int, share: float, of_new: bool) -> int:
+    """How many pages of a node to keep that has room for a share of its bytes."""
+    stored = 0
+    for piece in plan.stored[i][1] if plan.stored[i] else ():
+        if piece.at != stored:
+            break
+        stored += piece.pages
+    if of_new:
+        return stored + int(share * (plan.pages[i] - stored))
+    count = int(share * plan.pages[i])
+    # Sizes are estimates until they are written: what is stored stays where it was cut, not a page more or less.
+    return stored if abs(count - stored) * 10 <= stored else count
+
+
+def _first_pieces(stored: tuple[Space, list[Piece]] | None, pages: int) -> tuple[Space, list[Piece]] | None:
+    return stored and (stored[0], [c for p in stored[1] if (c := p.cut(0, pages))])
+
+
+def stored_sizes(pieces: Sequence[Sequence[Piece]], segments: Mapping[bytes, SegmentIndex]) -> list[int]:
+    """Bytes on disk that these nodes' pieces take: each record as a whole, shared among the pieces that are of it."""
+    used = Counter()
+    for of_node in pieces:
+        for p in of_node:
+            used[p.segment, p.record] += p.pages
+    # What an index takes is shared as well.
+    whole = {s: segments[s].file_bytes / max(1, int(segments[s].stored.sum())) for s in {s for s, _ in used}}
+    a_page = {(s, r): int(segments[s].stored[r]) * whole[s] / pages for (s, r), pages in used.items()}
+    return [round(sum(a_page[p.segment, p.record] * p.pages for p in of_node)) for of_node in pieces]
+
+
+def new_sizes(plan: SavePlan, page_bytes: float) -> list[int]:
+    """Bytes that the pages of each node will take which are not stored yet."""
+    pages = [0] * len(plan.nodes)
+    for record in plan.records:
+        for source in record.sources:
+            pages[source.node] += source.pages
+    return [round(n * page_bytes) for n in pages]
+
+
+def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: float, budget: float) -> Iterator[SavePlan]:
+    """The newest paths of a plan that fit into `budget` bytes on disk, what is to be written included. Step by step:
+    a record stays for as long as any page of it is used, so without the others each of its pages takes more."""
+    before = None
+    while before != (before := plan.pages):
+        stored = stored_sizes([entry[1] if entry else () for entry in plan.stored], segments)
+        sizes = [a + b for a, b in zip(stored, new_sizes(plan, page_bytes), strict=True)]
+        plan = restrict(plan, sizes, budget)
+        yield plan
+
+
+def newest_part(
+    m: Manifest, segments: Mapping[bytes, SegmentIndex], known: Mapping[int, Known], budget: float
+) -> Settled:
+    """The newest paths of a stored tree that fit into `budget` bytes on disk, and what of `known` they still hold."""
+    nodes, sound, before = list(m.nodes), resolve(m, segments).sound, None
+    while before != (before := [n.pages for n in nodes]):  # step by step, as in `fit`
+        sizes = stored_sizes([n.pieces if good else () for n, good in zip(nodes, sound, strict=True)], segments)
+        choice = choose_paths([n.parent for n in nodes], sizes, budget, usable=sound, partial=True)
+        pages = {i: nodes[i].pages for i in choice.nodes}
+        pages.update({i: n for i, share in choice.cut.items() if (n := int(share * nodes[i].pages))})
+        index = {old: new for new, old in enumerate(sorted(pages))}
+        nodes = [
+            Node(
+                index.get(nodes[i].parent, -1), nodes[i].space, pages[i],
+                tuple(c for p in nodes[i].pieces if (c := p.cut(0, pages[i]))),
+            )
+            for i in index
+        ]  # fmt: skip
+        sound = [True] * len(nodes)
+    tokens = sum(n.pages for n in nodes) * m.page_tokens
+    out = Settled(nodes, list(m.spaces), {}, tokens, m.left_out_tokens + m.tokens - tokens)
+    used = out.used()
+    out.known = {i: k for i, k in known.items() if all((p.segment, p.record) in used for p in k.pieces)}
+    return out
