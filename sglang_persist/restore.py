@@ -74,14 +74,23 @@ class _Filling:
     def left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def chain(self, node: int) -> list:
-        """The slots of the path that ends with a node."""
+    def path(self, node: int) -> list[int]:
+        """A node and its ancestors, from the root."""
         out = []
         while node >= 0:
-            begin, end = self.at[node]
-            out.append(self.slots[begin:end])
+            out.append(node)
             node = self.resolved.manifest.nodes[node].parent
         return out[::-1]
+
+    def slots_of(self, path: list[int]) -> list:
+        """The slots of these nodes, in as few runs as they lie in."""
+        runs: list[list[int]] = []
+        for begin, end in (self.at[i] for i in path):
+            if runs and runs[-1][1] == begin:
+                runs[-1][1] = end
+            else:
+                runs.append([begin, end])
+        return [self.slots[begin:end] for begin, end in runs]
 
 
 def restore(
@@ -222,30 +231,34 @@ def _scatter(pages: Pages, f: _Filling, index, record: int, raw: np.ndarray, use
 
 def _insert(tree: Tree, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
-    path_tokens: dict[int, np.ndarray] = {}
+    own: dict[int, np.ndarray] = {}
     came, late = set(), set(f.late)
+
+    def put(i: int, matched: int) -> int | None:
+        space, path = m.spaces[m.nodes[i].space], f.path(i)
+        tokens = np.concatenate([own[path[0]], *(own[k][space.extra_tokens :] for k in path[1:])])
+        return tree.insert(space, tokens, f.slots_of(path), matched)
+
     for i in f.plan.nodes:
         if i in late:
             continue
-        node, space = m.nodes[i], m.spaces[m.nodes[i].space]
+        node, space, start = m.nodes[i], m.spaces[m.nodes[i].space], f.resolved.start[i]
+        end = start + node.pages * m.page_tokens
         if i in came:
             if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake
-                tree.insert(space, path_tokens[i], f.chain(i), f.resolved.start[i] + node.pages * m.page_tokens)
+                put(i, end)
             continue
         came.add(i)
         reason = f.failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in f.inserted else None)
         if reason is None:
-            own = node_tokens(m, node, home.segments)
-            path = np.concatenate([path_tokens[node.parent], own[space.extra_tokens :]]) if node.parent >= 0 else own
-            path_tokens[i] = path
-            start = f.resolved.start[i]
-            found = tree.insert(space, path, f.chain(i), start)
+            own[i] = node_tokens(m, node, home.segments)
+            found = put(i, start)
             if found is None:
                 reason = "not_taken"
             else:
                 f.inserted[i] = found
-                result.digest.update(repr((space, start)).encode() + own.astype("<i8").tobytes())
-                home.known[found] = Known(start, start + node.pages * m.page_tokens, space, node.pieces)
-                result.tokens += node.pages * m.page_tokens
+                result.digest.update(repr((space, start)).encode() + own[i].astype("<i8").tobytes())
+                home.known[found] = Known(start, end, space, node.pieces)
+                result.tokens += end - start
         if reason:
             result.refused[reason] += 1

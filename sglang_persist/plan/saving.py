@@ -87,7 +87,7 @@ def plan_save(
     """
     whole = [(n.end - n.start) // page_tokens for n in nodes]
     plan = SavePlan(page_tokens, list(nodes), list(whole if pages is None else pages), [], [])
-    run: _Run | None = None
+    unknown: dict[int, Content] = {}
     for i, node in enumerate(nodes):
         before, end = known.get(node.id), node.start + plan.pages[i] * page_tokens
         if node.parent >= 0 and plan.stored[node.parent] is None:
@@ -99,10 +99,15 @@ def plan_save(
         elif (found := content(node.id)) is None:
             plan.stored.append(None)
         else:
-            pieces = find_pieces(found, node.start, segments, page_tokens)
-            pieces = [c for p in pieces if (c := p.cut(0, plan.pages[i]))]
-            plan.stored.append((found.space, pieces))
-            run = _pack(plan, run, i, node, found, pieces, record_pages)
+            unknown[i] = found
+            plan.stored.append((found.space, []))
+    run: _Run | None = None
+    # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
+    for (i, found), somewhere in zip(unknown.items(), _first_pages(unknown.values(), segments), strict=True):
+        if somewhere:
+            pieces = find_pieces(found, nodes[i].start, segments, page_tokens)
+            plan.stored[i] = (found.space, [c for p in pieces if (c := p.cut(0, plan.pages[i]))])
+        run = _pack(plan, run, i, nodes[i], found, plan.stored[i][1], record_pages)
     if run:
         plan.records.append(run.plan())
     # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
@@ -151,10 +156,25 @@ def _continues(plan: SavePlan, run: _Run, i: int, low: int) -> bool:
     return low == 0 and plan.nodes[i].parent == last.node and end == (parent.end - parent.start) // plan.page_tokens
 
 
+def _keys(hashes: bytes) -> np.ndarray:
+    """What an index has of page hashes, [pages, 2] u64."""
+    pages = len(hashes) // HASH_BYTES
+    return np.frombuffer(hashes, np.uint8).reshape(pages, HASH_BYTES)[:, :KEY_BYTES].copy().view("<u8")
+
+
+def _first_pages(contents: Iterable[Content], segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
+    """Of each node, whether a page like its first one is in any segment."""
+    keys = _keys(b"".join(c.hashes[:HASH_BYTES] for c in contents))
+    out = np.zeros(len(keys), bool)
+    for index in segments.values():
+        out |= index.find(keys) >= 0
+    return out
+
+
 def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIndex], page_tokens: int) -> list[Piece]:
     """The stored pages of a node, as pieces in order. A hash finds a page; its token ids and position decide."""
     pages = len(content.hashes) // HASH_BYTES
-    keys = np.frombuffer(content.hashes, np.uint8).reshape(pages, HASH_BYTES)[:, :KEY_BYTES].copy().view("<u8")
+    keys = _keys(content.hashes)
     pieces: list[Piece] = []
     free = np.ones(pages, bool)
     for index in segments.values():
