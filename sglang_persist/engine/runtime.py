@@ -36,6 +36,8 @@ from sglang_persist.store.root import writers_root
 BUSY_SLICE, IDLE_SLICE = 0.005, 0.05
 #: Seconds that a start waits for what a file system has to do before the first snapshot; then it goes on without it.
 START_WAIT = 10.0
+#: Seconds without a byte after which a restore in the background is given up.
+STALLED = 60.0
 #: Of the shutdown timeout: from when on no new record is begun, and when the snapshot is given up.
 SOFT_SHARE, HARD_SHARE = 0.6, 0.9
 
@@ -81,7 +83,7 @@ class Persistence:
         self._failures, self._last_error = 0, None
         self._store_bytes = 0
         self._passed: list[Exception] = []
-        self._background_began = 0.0
+        self._background_began = self._background_moved = 0.0
 
     # ------------------------------------------------------------------------------------------- start
 
@@ -235,7 +237,7 @@ class Persistence:
             self._restored()
         else:
             self._background = Background(self.tree, self.pages, home, self.restored.rest, self.settings.threads)
-            self._background_began = time.monotonic()
+            self._background_began = self._background_moved = time.monotonic()
             logger.info("%d tokens are restored in the background", self._background.left)
 
     def _restored(self) -> None:
@@ -335,13 +337,22 @@ class Persistence:
 
     def _step_background(self):
         try:
-            return self._background.step()
+            waiting = self._background.step()
         except StopIteration:
             self._end_background("done")
         except Exception as error:
             logger.exception("the restore was given up")
             self.restored.errors.append(str(error))
             self._end_background("aborted")
+        else:
+            if waiting is None:
+                self._background_moved = time.monotonic()
+            elif time.monotonic() - self._background_moved > STALLED:
+                # Snapshots wait for it, so it must not wait for ever.
+                logger.warning("nothing could be read for %.0f s", STALLED)
+                self._end_background("aborted")
+            else:
+                return waiting
         return None
 
     def _end_background(self, state: str) -> None:
@@ -356,7 +367,8 @@ class Persistence:
         self.restored.rest = None
         self.restore_seconds += time.monotonic() - self._background_began
         self._end_attempt(state == "done")
-        self._restored()
+        if state == "done":
+            self._restored()
         self.restore_state = state
         logger.info(
             "%s restoring in the background: %d of %d tokens in %.2f s", "ended" if state == "done" else "gave up",

@@ -175,6 +175,20 @@ def test_it_is_given_up_where_going_on_would_be_wrong(monkeypatch, stored, how):
     assert again.status["restore"]["tokens_restored"] == again.status["restore"]["tokens_total"] > 0
 
 
+def test_a_file_system_that_answers_no_more_does_not_hold_up_snapshots_for_ever(monkeypatch, stored, rng):
+    store, before = stored
+    monkeypatch.setattr("sglang_persist.engine.runtime.STALLED", 0.1)
+    fs = Gated()
+    process = background(monkeypatch, store, fs, interval=0.1).start()
+    process.passes(lambda: process.status["restore"]["state"] == "aborted")
+    process.engine.put(real.random_tokens(rng, 40))
+    process.passes(lambda: process.status["snapshot"]["last_new_tokens"] == 40)
+    fs.gate.set()
+    process.persistence.home.close()
+    again = Process(monkeypatch, store).start()
+    assert {c[1] for c in content(before)} < {c[1] for c in content(again.engine)}
+
+
 def test_a_snapshot_on_demand_comes_between_and_nothing_is_lost(monkeypatch, stored, rng):
     store, before = stored
     fs = Gated()
