@@ -269,7 +269,9 @@ class Keeper:
         budget = self.budget()
         chosen = plan_merge([segments[s] for s in {s for s, _ in used}], used, budget.segment_bytes)
         ids = {i.id for i in chosen}
-        if not chosen or sum(int(segments[s].stored[r]) for s, r in used if s in ids) > budget.room:
+        needed = sum(int(segments[s].stored[r]) for s, r in used if s in ids)
+        needed += sum(i.file_bytes - int(i.stored.sum()) for i in chosen)  # and what says where they are
+        if not chosen or needed > budget.room:
             return []
         try:
             return self._rewrite(settled, chosen, segments)

@@ -95,7 +95,12 @@ class _OpenSegment:
         else:
             pages, parts = int(source[0].pages[source[1]]), source[0].record_parts(source[1])
         entry = segment.entry_bytes(pages, (pages + 1) * self.index.page_tokens, len(parts))
-        return self.file.bytes + encoded.stored_bytes + self.index.bytes + entry + segment.TRAILER_BYTES
+        return self.bytes + encoded.stored_bytes + entry
+
+    @property
+    def bytes(self) -> int:
+        """At most so large would the sealed file be."""
+        return self.file.bytes + self.index.bytes + segment.TRAILER_BYTES
 
     def seal(self) -> SegmentIndex:
         stored, raw_bytes, digest = envelope.seal(self.index.body())
@@ -130,7 +135,7 @@ class SegmentWriter:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
         self._pending = 0
-        #: Bytes in files so far.
+        #: Bytes of segments so far; of the open one at most, once it is sealed.
         self.written = 0
         self._stop = False
         self._open: _OpenSegment | None = None
@@ -205,10 +210,9 @@ class SegmentWriter:
                     self._seal_open()
                 if self._open is None:
                     self._open = self._new()
-                before = self._open.file.bytes
                 self.placed.append((self._open.id, self._open.add(source, encoded)))
                 with self._room:
-                    self.written += self._open.file.bytes - before
+                    self.written = sum(i.file_bytes for i in self.indexes) + self._open.bytes
                     self._pending -= size
                     self._room.notify_all()
             if self._stop:

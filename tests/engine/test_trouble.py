@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import flow
 import numpy as np
@@ -305,3 +306,33 @@ def test_dropping_leaves_alone_what_another_server_writes(tmp_path, rng):
     a.close()
     b.drop()
     assert shard.generations(REAL, a.path) == []
+
+
+@pytest.mark.parametrize("gone", ["everything", "the shard", "a segment", "a cut segment", "all segments", "manifests"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_is_deleted_behind_our_back_is_written_again_by_the_next_snapshot(tmp_path, rng, gone, limited):
+    using = flow.settings(max_bytes=config.Size(bytes=200_000)) if limited else flow.SETTINGS
+    e, root = real.engine(), tmp_path / "store"
+    keys = [e.put(real.random_tokens(rng, 60)) for _ in range(12)]
+    at = flow.home(root)
+    flow.snapshot(e, at, using=using)
+    keys.append(e.put(real.random_tokens(rng, 60)))
+    flow.snapshot(e, at, using=using)
+    segments = sorted(at.path.glob("seg-*"))
+    if gone in ("everything", "the shard"):
+        shutil.rmtree(root if gone == "everything" else at.path)
+    elif gone == "a cut segment":
+        segments[0].write_bytes(segments[0].read_bytes()[:-1])
+    else:
+        for path in {"a segment": segments[:1], "all segments": segments, "manifests": at.path.glob("gen-*")}[gone]:
+            path.unlink()
+    keys.append(e.put(real.random_tokens(rng, 60)))
+    saved = flow.snapshot(e, at, using=using)
+    at.close()
+    assert verify.store_bytes(REAL, root)[1] <= 220_000 or not limited
+    again, _, result = flow.restart(root)
+    assert result.tokens == saved.tokens
+    assert not result.refused
+    held = [again.match(k) == 60 for k in keys]
+    assert held[-1]
+    assert all(held) or limited
