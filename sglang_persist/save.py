@@ -139,7 +139,7 @@ def _write(
     """Hand the records to the writer, in order, until time or room is used up: how many pages of each were there."""
     kept: list[int] = []
     for record in plan.records:
-        size = pages.pools[0].bytes(record.key.pages, tree.page_tokens)
+        size = writer.cost(record.key)
         while not writer.ready():
             yield writer.ready
         # What is not coded yet counts as it is: the estimate that the plan was made from may have been too good.

@@ -134,7 +134,7 @@ class SegmentWriter:
         self._encoders = ThreadPoolExecutor(max(1, threads), thread_name_prefix="persist-encode")
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
-        self._pending = 0
+        self._pending = self._owed = 0
         #: Bytes of segments so far; of the open one at most, once it is sealed.
         self.written = 0
         self._stop = False
@@ -152,14 +152,21 @@ class SegmentWriter:
             return self._room.wait_for(lambda: self._pending < self._limit or self.sealed.done(), timeout)
 
     def due(self) -> int:
-        """Bytes of what was handed in: on disk, or not coded yet."""
+        """Bytes of what was handed in: on disk, or, not coded yet, at most."""
         with self._room:
-            return self.written + self._pending
+            return self.written + self._owed
 
     def idle(self, timeout: float = 0.0) -> bool:
         """Whether everything that was handed in is written, waiting up to `timeout` seconds for it."""
         with self._room:
             return self._room.wait_for(lambda: not self._pending or self.sealed.done(), timeout)
+
+    def cost(self, key: RecordKey) -> int:
+        """At most so much does a record take in a segment, its index entry included."""
+        pool = self._pools[key.pool]
+        return pool.bytes(key.pages, self._page_tokens) + segment.entry_bytes(
+            key.pages, len(key.tokens), len(pool.buffers)
+        )
 
     def submit(self, key: RecordKey, raw: np.ndarray) -> None:
         """Queue one record. `raw` must not change any more. Raises what stopped the writer, if something did."""
@@ -167,6 +174,7 @@ class SegmentWriter:
             self.sealed.result()
         with self._room:
             self._pending += raw.nbytes
+            self._owed += self.cost(key)
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
         try:
@@ -214,6 +222,7 @@ class SegmentWriter:
                 with self._room:
                     self.written = sum(i.file_bytes for i in self.indexes) + self._open.bytes
                     self._pending -= size
+                    self._owed -= self.cost(source) if isinstance(source, RecordKey) else 0
                     self._room.notify_all()
             if self._stop:
                 raise InterruptedError("the snapshot was stopped")

@@ -58,9 +58,9 @@ def whole(root, c: churn.Churn, **kind) -> list[bool]:
     return [n == len(c.key(p)) for n, p in zip(restored(root, c, **kind), c.prompts, strict=True)]
 
 
-def newest_only(found: list[bool]) -> bool:
-    """Whether what is there is the end of the list, and not nothing."""
-    return found[-1] and not any(found[: found.index(True)]) and all(found[found.index(True) :])
+def newest_only(found: list[bool], waiting: int = 0) -> bool:
+    """Whether what is there is the end of the list, and not nothing. `waiting`: so many may be missing in it."""
+    return found[-1] and found[found.index(True) :].count(False) <= waiting
 
 
 # ------------------------------------------------------------------------------------------------- every snapshot
@@ -88,7 +88,8 @@ def test_over_many_snapshots_the_newest_prompts_are_kept_within_the_budget(
         assert saved.left_out_tokens > 0
         assert verify.store_bytes(REAL, tmp_path)[1] > BUDGET // 2, "the store is put to use"
         if i % 5 == 0:
-            assert newest_only(whole(tmp_path, c, core=core))
+            # What pages will take is an estimate: the coldest of what is new may have to wait for the next snapshot.
+            assert newest_only(whole(tmp_path, c, core=core), waiting=1)
             sound(tmp_path)
     within(fs, BUDGET)
     at.close()
