@@ -331,7 +331,8 @@ def test_what_is_deleted_behind_our_back_is_written_again_by_the_next_snapshot(t
     at.close()
     assert verify.store_bytes(REAL, root)[1] <= 220_000 or not limited
     again, _, result = flow.restart(root)
-    assert result.tokens == saved.tokens
+    # More, where the generation before is fuller and has lost only a part of it.
+    assert result.tokens >= saved.tokens
     assert not result.refused
     held = [again.match(k) == 60 for k in keys]
     assert held[-1]
