@@ -10,7 +10,7 @@ oldest first, and after them what the engine has used meanwhile.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -21,16 +21,14 @@ from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Piece
 from sglang_persist.plan.loading import Resolved, node_tokens
 from sglang_persist.plan.tree import Known
-from sglang_persist.ports import Pages, Tree
+from sglang_persist.ports import Pages, Tree, Waiting
 from sglang_persist.store.home import Home
-from sglang_persist.store.shard import Segment
-
-#: What a step waits for, called with a timeout in seconds; None: the step did work of its own.
-Waiting = Callable[[float], object] | None
+from sglang_persist.store.shard import Segment, close_after
 
 AHEAD_BYTES = 48 << 20
 #: Of the pool: what is left free for requests that come meanwhile.
 RESERVE_SHARE = 0.05
+NO_CAPACITY = "no_capacity"
 
 
 @dataclass
@@ -49,10 +47,6 @@ class Rest:
         m = self.resolved.manifest
         return sum(m.nodes[i].pages for i in self.nodes) * m.page_tokens
 
-    def close(self) -> None:
-        for segment in self.opened.values():
-            segment.close()
-
 
 class Background:
     """`step` until it is done; `abort` at any time between two steps. `tokens`: restored; `left`: still to come."""
@@ -60,7 +54,7 @@ class Background:
     def __init__(self, tree: Tree, pages: Pages, home: Home, rest: Rest, threads: int):
         self._tree, self._pages, self._home, self._rest = tree, pages, home, rest
         self._m = rest.resolved.manifest
-        self.tokens, self.bytes, self.left = 0, 0, rest.tokens
+        self.tokens, self.left = 0, rest.tokens
         self.refused: Counter = Counter()
         self.errors: list[str] = []
         self._gone: set[int] = set()
@@ -82,8 +76,7 @@ class Background:
             yield from self._use_in_order()
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)
-            if all(read.done() for read in self._reads):
-                self._rest.close()
+            close_after(self._reads, self._rest.opened.values())
 
     def _load(self) -> Generator[Waiting, None, None]:
         todo = deque((i, piece) for i in self._rest.nodes for piece in self._m.nodes[i].pieces)
@@ -110,6 +103,11 @@ class Background:
                 self._refuse(i, "parent_refused")
             if i not in self._gone and (reason := self._put(i, piece, job)):
                 self._refuse(i, reason)
+                if reason == NO_CAPACITY:  # what is left is colder: it is not even read
+                    for node, *_ in (*ahead, *todo):
+                        self._refuse(node, reason)
+                    self.left = 0
+                    return
             yield None
 
     def _refuse(self, i: int, reason: str) -> None:
@@ -140,7 +138,7 @@ class Background:
             return "evicted"
         free = self._pages.capacity() - (end - there)
         if free < self._pages.size() * RESERVE_SHARE:
-            return "no_capacity"
+            return NO_CAPACITY
         slots = self._pages.allocate(end - there)
         found = None
         try:
@@ -159,7 +157,6 @@ class Background:
         self._home.known[found] = Known(there, end, space, (cut,))
         self._rest.leaves[i] = found
         self.tokens += end - there
-        self.bytes += raw.nbytes
         return None
 
     def _tokens(self, i: int) -> np.ndarray:

@@ -244,6 +244,20 @@ class FileSystem:
         with _place(target):
             os.rename(source, target)
 
+    def write_whole(self, temporary: Path, target: Path, data: bytes) -> None:
+        """A file that is there under its name whole and durable, or not at all."""
+        file = self.create(temporary)
+        try:
+            file.write(data)
+            file.sync()
+            file.close()
+            self.rename(temporary, target)
+        except BaseException:
+            file.close()
+            self.remove(temporary)
+            raise
+        self.sync_dir(target.parent)
+
     def remove(self, path: Path) -> None:
         """Deletes a file; one that is gone already is no error."""
         with _place(path), contextlib.suppress(FileNotFoundError):

@@ -5,13 +5,16 @@ All calls come from the scheduler's thread, between two iterations of its loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from sglang_persist.model import Pool, Space
 from sglang_persist.plan.tree import Content, TreeNode
+
+#: What a step of a long job waits for, called with a timeout in seconds; None: the step did work of its own.
+Waiting = Callable[[float], object] | None
 
 
 class Tree(Protocol):

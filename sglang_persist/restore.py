@@ -12,7 +12,6 @@ No file is read on the caller's thread, and nothing is waited for beyond the dea
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from sglang_persist.plan.tree import Known
 from sglang_persist.plan.union import union
 from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
-from sglang_persist.store.shard import Segment
+from sglang_persist.store.shard import Segment, close_after
 
 AHEAD_BYTES = 96 << 20
 TIMEOUT = "timeout"
@@ -130,7 +129,7 @@ def restore(
     finally:
         # Not on this thread, and not before the last read of a file that answers slowly or never.
         if result.rest is None:
-            opening.add_done_callback(lambda _: _close_after(reads, opening))
+            opening.add_done_callback(lambda _: opening.exception() or close_after(reads, opening.result().values()))
 
 
 def _late(f: _Filling) -> list[int]:
@@ -144,23 +143,6 @@ def _late(f: _Filling) -> list[int]:
         elif parent in late or reason == TIMEOUT:
             late[i] = None
     return list(late)
-
-
-def _close_after(reads: list[Future], opening: Future) -> None:
-    """Close the segments once the last read is done: on this thread, or on that of the last read."""
-    if opening.exception():
-        return
-
-    left = itertools.count(len(reads), -1)
-
-    def close(_: Future | None = None) -> None:
-        if not next(left):  # this thread included, all have come here
-            for segment in opening.result().values():
-                segment.close()
-
-    for read in reads:
-        read.add_done_callback(close)
-    close()
 
 
 def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:

@@ -11,7 +11,7 @@ commit   segments durable, then the manifest: its rename is the moment from whic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -23,11 +23,8 @@ from sglang_persist.plan.fitting import fit, new_sizes, restrict
 from sglang_persist.plan.paths import select
 from sglang_persist.plan.saving import RecordPlan, SavePlan, plan_save, settle
 from sglang_persist.plan.tree import TreeNode
-from sglang_persist.ports import Pages, Tree
+from sglang_persist.ports import Pages, Tree, Waiting
 from sglang_persist.store.writer import SegmentWriter
-
-#: What a step waits for: called with a timeout in seconds. None: the step did work of its own.
-Waiting = Callable[[float], object] | None
 
 
 @dataclass(frozen=True)

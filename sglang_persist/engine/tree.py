@@ -129,7 +129,6 @@ class LiveTree:
         )
         return int(done.last_device_node)
 
-
     def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, torch.Tensor]:
         count, last, _ = self.core.match_full_device_prefix(_key(space, tokens))
         return count, self.core.collect_full_device_indices(last, self.cache.root_node_handle())[:count]

@@ -110,10 +110,11 @@ def plan_save(
         run = _pack(plan, run, i, nodes[i], found, plan.stored[i][1], record_pages)
     if run:
         plan.records.append(run.plan())
-    # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
-    newest_first = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0).nodes
-    order = {node: place for place, node in enumerate(newest_first)}
-    plan.records.sort(key=lambda r: min(order[source.node] for source in r.sources))
+    if plan.records:
+        # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
+        newest_first = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0).nodes
+        order = {node: place for place, node in enumerate(newest_first)}
+        plan.records.sort(key=lambda r: min(order[source.node] for source in r.sources))
     return plan
 
 

@@ -79,6 +79,8 @@ class Home:
             if newest and newest.generation != self.generation:
                 # Another writer was here since we looked: build on what it wrote.
                 self.manifest, self.fuller, self.segments, self.known = newest, None, {}, {}
+            # The other may also have cut that generation down in its place.
+            self.forget_missing()
             # What a restore has just opened is known already.
             for segment in self.open_segments([], only_unknown=True).values():
                 segment.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +26,8 @@ from sglang_persist.fs import FileSystem, ReadFile
 from sglang_persist.model import Manifest, SegmentRef
 from sglang_persist.store import names
 
+T = TypeVar("T")
+
 
 def generations(fs: FileSystem, path: Path) -> list[int]:
     """The generations whose manifests lie in a shard's directory, newest first."""
@@ -30,22 +35,30 @@ def generations(fs: FileSystem, path: Path) -> list[int]:
     return sorted((g for g in found if g is not None), reverse=True)
 
 
-def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
-    """Raises FormatError or StoreError, with the path in it."""
-    place = path / names.manifest(generation)
+def read_whole(fs: FileSystem, place: Path, most: int, decode: Callable[[bytes], T]) -> T:
+    """What `decode` makes of a file of at most `most` bytes. Raises FormatError or StoreError, with the path in it."""
     with fs.open(place) as file:
-        if file.bytes > limits.MAX_INDEX_BYTES:
-            raise LimitExceeded(f"a manifest of {file.bytes} bytes", place)
+        if file.bytes > most:
+            raise LimitExceeded(f"{file.bytes} bytes; a reader accepts {most}", place)
         data = file.read(0, file.bytes)
     try:
+        return decode(data)
+    except FormatError as error:
+        raise error.at(place) from None
+
+
+def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
+    """Raises FormatError or StoreError, with the path in it."""
+
+    def decode(data: bytes) -> Manifest:
         found = manifest.decode(data)
         if found.generation != generation or found.shard != path.name:
             raise Malformed(f"holds generation {found.generation} of {found.shard!r}")
         if names.namespace(found.identity) != f"{path.parent.parent.name}/{path.parent.name}":
             raise Malformed(f"belongs to namespace {names.namespace(found.identity)}")
-    except FormatError as error:
-        raise error.at(place) from None
-    return found
+        return found
+
+    return read_whole(fs, path / names.manifest(generation), limits.MAX_INDEX_BYTES, decode)
 
 
 def is_complete(fs: FileSystem, path: Path, m: Manifest) -> bool:
@@ -173,3 +186,17 @@ def open_segment(fs: FileSystem, path: Path, segment_id: bytes, ref: SegmentRef 
         file.close()
         raise
     return Segment(file, index)
+
+
+def close_after(reads: Sequence[Future], segments: Iterable[Segment]) -> None:
+    """Close segments once the last read of them is done: on this thread, or on that of the last read."""
+    left = itertools.count(len(reads), -1)
+
+    def close(_: Future | None = None) -> None:
+        if not next(left):  # this thread included, all have come here
+            for segment in segments:
+                segment.close()
+
+    for read in reads:
+        read.add_done_callback(close)
+    close()

@@ -10,11 +10,11 @@ import secrets
 import time
 from pathlib import Path
 
-from sglang_persist.errors import FormatError, LimitExceeded, Malformed, StoreError
+from sglang_persist.errors import FormatError, Malformed, StoreError
 from sglang_persist.format import limits, weights
 from sglang_persist.format.weights import WeightDigest
 from sglang_persist.fs import FileSystem
-from sglang_persist.store import names
+from sglang_persist.store import names, shard
 
 #: Seconds after which nobody can still be writing a temporary file of this size.
 _ABANDONED = 3600
@@ -22,17 +22,14 @@ _ABANDONED = 3600
 
 def read(fs: FileSystem, place: Path) -> WeightDigest:
     """The file at `place`. Raises FormatError or StoreError, with the path in it."""
-    with fs.open(place) as file:
-        if file.bytes > limits.MAX_WEIGHT_DIGEST_BYTES:
-            raise LimitExceeded(f"a weight digest of {file.bytes} bytes", place)
-        data = file.read(0, file.bytes)
-    try:
+
+    def decode(data: bytes) -> WeightDigest:
         found = weights.decode(data)
         if names.weights(found.checkpoint) != place.name:
             raise Malformed(f"holds the digest of {found.checkpoint!r}")
-    except FormatError as error:
-        raise error.at(place) from None
-    return found
+        return found
+
+    return shard.read_whole(fs, place, limits.MAX_WEIGHT_DIGEST_BYTES, decode)
 
 
 def load(fs: FileSystem, root: Path, checkpoint: str) -> WeightDigest | None:
@@ -51,17 +48,8 @@ def save(fs: FileSystem, root: Path, digest: WeightDigest) -> bool:
     try:
         fs.make_dir(root)
         _sweep(fs, root)
-        file = fs.create(temporary)
-        try:
-            file.write(weights.encode(digest))
-            file.sync()
-        finally:
-            file.close()
-        fs.rename(temporary, root / names.weights(digest.checkpoint))
-        fs.sync_dir(root)
+        fs.write_whole(temporary, root / names.weights(digest.checkpoint), weights.encode(digest))
     except StoreError:
-        with contextlib.suppress(StoreError):
-            fs.remove(temporary)
         return False
     return True
 

@@ -260,19 +260,8 @@ def commit(fs: FileSystem, path: Path, m: Manifest, again: bool = False) -> int:
     """
     if not again and fs.exists(path / names.manifest(m.generation)):
         raise StoreBusy(f"{path / names.manifest(m.generation)}: this generation is committed already")
-    data = manifest.encode(m)
-    temporary = _temporary(path, names.manifest(m.generation))
-    file = fs.create(temporary)
-    try:
-        file.write(data)
-        file.sync()
-        file.close()
-        fs.rename(temporary, path / names.manifest(m.generation))
-    except BaseException:
-        file.close()
-        fs.remove(temporary)
-        raise
-    fs.sync_dir(path)
+    data, name = manifest.encode(m), names.manifest(m.generation)
+    fs.write_whole(_temporary(path, name), path / name, data)
     return len(data)
 
 

@@ -55,11 +55,14 @@ class Process:
         end = time.monotonic() + 60
         while not until():
             assert time.monotonic() < end, self.status
-            received: list = []
-            self.persistence.poll(received)
-            for command in received:
-                self.persistence.on_command(command)
-            self.persistence.tick()
+            self.one_pass()
+
+    def one_pass(self) -> None:
+        received: list = []
+        self.persistence.poll(received)
+        for command in received:
+            self.persistence.on_command(command)
+        self.persistence.tick()
 
     def snapshot(self) -> dict:
         """One on demand; the status afterwards."""

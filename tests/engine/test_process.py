@@ -82,8 +82,8 @@ def test_a_file_system_that_does_not_answer_at_the_start_holds_up_neither_start_
         process.engine.check()
         process.persistence.request_snapshot()
         for _ in range(20):  # a pass never waits for the store's thread
-            process.passes(lambda: True)
-        process.persistence.tick()
+            process.one_pass()
+        assert process.status["snapshot"]["state"] == "running"
     finally:
         fs.answer.set()
     real.populate(process.engine, rng, 2)

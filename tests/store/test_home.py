@@ -236,6 +236,22 @@ def test_a_writer_builds_on_what_another_wrote_meanwhile(tmp_path):
     second.close()
 
 
+def test_a_writer_names_nothing_that_the_one_before_it_has_deleted_from_the_same_generation(tmp_path):
+    first = Little(tmp_path / "store").open()
+    first.take()
+    second = Home(REAL, first.root, first.identity, first.shard)
+    second.find()
+    for opened in second.open_segments([]).values():
+        opened.close()
+    gone = first.manifests[1].segments[0].id
+    (first.path / names.segment(gone)).unlink()  # as after a cut in place: the generation keeps its number
+    first.close()
+    second.become_writer()
+    assert second.generation == 1
+    assert set(second.segments) == {ref.id for ref in first.manifests[1].segments} - {gone}
+    second.close()
+
+
 def test_two_writers_exclude_each_other(little):
     other = Home(REAL, little.root, little.identity, little.shard)
     with pytest.raises(StoreBusy) as caught:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_persist.plan.loading import _use_order
 from sglang_persist.plan.paths import choose_paths
-from sglang_persist.restore import _close_after
+from sglang_persist.store.shard import close_after
 
 
 @st.composite
@@ -82,13 +82,12 @@ class Read(Future):
 
 def test_segments_are_closed_once_after_the_last_read_and_no_read_is_looked_at_again_and_again():
     closed: list[int] = []
-    opening: Future = Future()
-    opening.set_result({i: SimpleNamespace(close=lambda i=i: closed.append(i)) for i in range(3)})
+    segments = [SimpleNamespace(close=lambda i=i: closed.append(i)) for i in range(3)]
     reads = [Read() for _ in range(2000)]
     for read in reads[::2]:
         read.set_result(None)
     Read.looks = 0
-    _close_after(reads, opening)
+    close_after(reads, segments)
     for read in reads[1:-1:2]:
         assert not closed
         read.cancel()
@@ -97,5 +96,5 @@ def test_segments_are_closed_once_after_the_last_read_and_no_read_is_looked_at_a
     assert closed == [0, 1, 2]
     assert Read.looks <= len(reads)
     closed.clear()
-    _close_after([], opening)
+    close_after([], segments)
     assert closed == [0, 1, 2]
