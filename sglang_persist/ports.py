@@ -5,7 +5,7 @@ All calls come from the scheduler's thread, between two iterations of its loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +22,12 @@ class Tree(Protocol):
 
     page_tokens: int
 
-    def nodes(self) -> list[TreeNode]:
-        """Every node with KV on the device, parents before children, the path that is evicted first before others."""
+    def scan(self, at_once: bool = False) -> Generator[None, None, list[TreeNode]]:
+        """Every node with KV on the device, parents before children, the path that is evicted first before others.
+
+        In slices, between which the engine serves: what it adds meanwhile may be missing, a node that it splits may be
+        there as a whole and, again, in part. `at_once`: in one go, at one instant.
+        """
 
     def content(self, node_id: int) -> Content | None:
         """Token ids and page hashes of a node; None once it is gone."""
@@ -39,7 +43,6 @@ class Tree(Protocol):
 
         `slots` covers the whole path. None: the tree did not take it, and its new slots are still the caller's.
         """
-
 
     def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, Any]:
         """(how many positions of a path are there, from its start; their slots)."""
@@ -72,6 +75,10 @@ class Pages(Protocol):
 
     def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
         """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""
+
+    def memory(self, pool: int, slots) -> list[np.ndarray] | None:
+        """The bytes of these slots in each buffer, to be written from any thread; None where they are not in a row in
+        this process's memory. They must not be anybody's yet."""
 
     def settle(self) -> None:
         """Wait until everything that was scattered is there."""

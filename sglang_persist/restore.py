@@ -2,8 +2,8 @@
 
     decide   resolve: which nodes are sound; union: what a fuller, older generation has beside them; plan_restore: the
              newest paths that fit, closed under parents
-    move     slots for all of them at once; records read, checked and decoded ahead on other threads, each once,
-             newest path first, and written to the slots of every node that has a part of them
+    move     slots for all of them at once, record after record; records read, checked and decoded ahead on other
+             threads, each once, newest path first: straight into their slots where these lie in a row in memory
     insert   oldest path first, so that the engine evicts in the order in which it would have
 Nothing is inserted before all of its bytes were verified; a node that fails takes its descendants, never its siblings.
 No file is read on the caller's thread, and nothing is waited for beyond the deadline.
@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from sglang_persist.background import Rest
+from sglang_persist.bounded import Gate
 from sglang_persist.errors import FormatError, StoreError
-from sglang_persist.plan.loading import LoadPlan, Resolved, node_tokens, plan_restore, resolve
+from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.plan.loading import LoadPlan, Resolved, Use, node_tokens, plan_restore, resolve
 from sglang_persist.plan.tree import Known
 from sglang_persist.plan.union import union
 from sglang_persist.ports import Pages, Tree
@@ -56,8 +58,8 @@ class _Filling:
     plan: LoadPlan
     opened: dict[bytes, Segment]
     slots: Any
-    #: Where each node's slots lie in the one allocation: node -> (begin, end).
-    at: dict[int, tuple[int, int]]
+    #: Where each node's slots lie in the one allocation: node -> its runs, (first page of the node, begin, end).
+    at: dict[int, list[tuple[int, int, int]]]
     deadline: float
     result: RestoreResult
     #: Nodes whose bytes did not come, and why.
@@ -66,6 +68,8 @@ class _Filling:
     late: list[int] = field(default_factory=list)
     #: The live node of each one that was inserted.
     inserted: dict[int, int] = field(default_factory=dict)
+    #: The slots of nodes that were there in part: those in the tree, then ours.
+    shared: dict[int, list] = field(default_factory=dict)
 
     def fail(self, nodes, reason: str) -> None:
         self.failed.update(dict.fromkeys(nodes, reason))
@@ -83,13 +87,19 @@ class _Filling:
 
     def slots_of(self, path: list[int]) -> list:
         """The slots of these nodes, in as few runs as they lie in."""
+        out: list = []
         runs: list[list[int]] = []
-        for begin, end in (self.at[i] for i in path):
-            if runs and runs[-1][1] == begin:
-                runs[-1][1] = end
-            else:
-                runs.append([begin, end])
-        return [self.slots[begin:end] for begin, end in runs]
+        for i in path:
+            if i in self.shared:
+                out += [*(self.slots[begin:end] for begin, end in runs), *self.shared[i]]
+                runs = []
+                continue
+            for _, begin, end in self.at[i]:
+                if runs and runs[-1][1] == begin:
+                    runs[-1][1] = end
+                else:
+                    runs.append([begin, end])
+        return out + [self.slots[begin:end] for begin, end in runs]
 
 
 def restore(
@@ -119,7 +129,7 @@ def restore(
         elif plan.nodes:
             slots = pages.allocate(plan.pages * tree.page_tokens)
             filling = _Filling(
-                resolved, plan, opened, slots, _layout(plan, resolved, tree.page_tokens), deadline, result
+                resolved, plan, opened, slots, _layout(plan, tree.page_tokens), deadline, result
             )
             yield from _fill(tree, pages, home, filling, settings.threads, reads)
             if filling.late and go_on:
@@ -150,45 +160,56 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
     try:
         yield from _load(tree, pages, filling, threads, reads)
         filling.late = _late(filling)
-        _insert(tree, home, filling)
+        _insert(tree, pages, home, filling)
     finally:
-        for i, (begin, end) in filling.at.items():
+        for i, runs in filling.at.items():
             if i not in filling.inserted:
-                pages.free(filling.slots[begin:end])
+                for _, begin, end in runs:
+                    pages.free(filling.slots[begin:end])
 
 
-def _layout(plan: LoadPlan, resolved: Resolved, page_tokens: int) -> dict[int, tuple[int, int]]:
-    """Where each node's slots lie in the one allocation: node -> (begin, end)."""
+def _layout(plan: LoadPlan, page_tokens: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Where each node's slots lie in the one allocation. What a record holds lies together, so that its bytes can be
+    decoded where they belong."""
     at, out = 0, {}
-    for i in dict.fromkeys(plan.nodes):
-        end = at + resolved.manifest.nodes[i].pages * page_tokens
-        out[i] = (at, end)
-        at = end
+    for _, _, uses in plan.records:
+        for use in sorted(uses, key=lambda u: u.first):
+            end = at + use.pages * page_tokens
+            out.setdefault(use.node, []).append((use.at, at, end))
+            at = end
+    for runs in out.values():
+        runs.sort()
     return out
 
 
 def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
-    """Read ahead on worker threads, write to the pool on this one."""
+    """Read ahead on worker threads; what cannot be decoded in place is written to the pool on this one."""
     todo, ahead, pending = deque(f.plan.records), deque(), 0
-    readers = ThreadPoolExecutor(threads, thread_name_prefix="persist-read")
+    readers, gate = ThreadPoolExecutor(threads, thread_name_prefix="persist-read"), Gate()
     try:
         while todo or ahead:
             while todo and pending < AHEAD_BYTES:
                 segment, record, uses = todo.popleft()
-                index = f.opened[segment].index
-                reads.append(readers.submit(f.opened[segment].load, record))
-                ahead.append((reads[-1], index, record, uses))
-                pending += index.raw_bytes(record)
-            job, index, record, uses = ahead.popleft()
+                opened, places = f.opened[segment], _places(f, uses, tree.page_tokens)
+                targets = _targets(pages, f, opened.index, record, places)
+                if targets is None:
+                    reads.append(readers.submit(opened.load, record))
+                else:
+                    reads.append(readers.submit(opened.load_into, record, targets, gate))
+                ahead.append((reads[-1], opened.index, record, places))
+                pending += opened.index.raw_bytes(record)
+            job, index, record, places = ahead.popleft()
             pending -= index.raw_bytes(record)
-            nodes = [use.node for use in uses]
+            nodes = [use.node for use, _, _ in places]
             try:
                 if not (left := f.left()):
                     raise TimeoutError
                 raw = job.result(left)
             except TimeoutError:
                 f.fail(nodes, TIMEOUT)
-                for *_, unread in (*ahead, *todo):
+                for *_, unread in ahead:
+                    f.fail((use.node for use, _, _ in unread), TIMEOUT)
+                for *_, unread in todo:
                     f.fail((use.node for use in unread), TIMEOUT)
                 break
             except (FormatError, StoreError) as error:
@@ -196,30 +217,72 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
                 f.result.errors.append(str(error))
                 f.fail(nodes, error.reason)
             else:
-                _scatter(pages, f, index, record, raw, uses, tree.page_tokens)
+                if raw is not None:
+                    _scatter(pages, f, index, record, raw, places, tree.page_tokens)
             yield
     finally:
-        # A read that hangs is left behind.
+        # A read that hangs is left behind. It must not write to slots that are another's by then.
+        gate.close()
         readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _scatter(pages: Pages, f: _Filling, index, record: int, raw: np.ndarray, uses, page_tokens: int) -> None:
+def _places(f: _Filling, uses: list[Use], page_tokens: int) -> list[tuple[Use, int, int]]:
+    """Where in the allocation each use of a record belongs, in the order of the record's pages."""
+    out = []
+    for use in sorted(uses, key=lambda u: u.first):
+        _, begin, _ = next(run for run in f.at[use.node] if run[0] == use.at)
+        out.append((use, begin, begin + use.pages * page_tokens))
+    return out
+
+
+def _targets(pages: Pages, f: _Filling, index: SegmentIndex, record: int, places) -> list[np.ndarray] | None:
+    """The memory that the whole record belongs to, if there is one for each of its buffers."""
+    page, at = 0, places[0][1]
+    for use, begin, end in places:
+        if (use.first, begin) != (page, at):
+            return None
+        page, at = use.first + use.pages, end
+    if page != index.pages[record]:
+        return None
+    return pages.memory(int(index.pool[record]), f.slots[places[0][1] : at])
+
+
+def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, record: int, raw: np.ndarray, places, page_tokens) -> None:
     rows = int(index.pages[record]) * page_tokens
-    for use in uses:
-        begin = f.at[use.node][0] + use.at * page_tokens
-        target = f.slots[begin : begin + use.pages * page_tokens]
-        pages.scatter(int(index.pool[record]), target, raw, rows, use.first * page_tokens)
+    for use, begin, end in places:
+        pages.scatter(int(index.pool[record]), f.slots[begin:end], raw, rows, use.first * page_tokens)
 
 
-def _insert(tree: Tree, home: Home, f: _Filling) -> None:
+def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
     own: dict[int, np.ndarray] = {}
     came, late = set(), set(f.late)
 
+    def tokens_of(i: int) -> np.ndarray:
+        extra, path = m.spaces[m.nodes[i].space].extra_tokens, f.path(i)
+        return np.concatenate([own[path[0]], *(own[k][extra:] for k in path[1:])])
+
     def put(i: int, matched: int) -> int | None:
-        space, path = m.spaces[m.nodes[i].space], f.path(i)
-        tokens = np.concatenate([own[path[0]], *(own[k][space.extra_tokens :] for k in path[1:])])
-        return tree.insert(space, tokens, f.slots_of(path), matched)
+        return tree.insert(m.spaces[m.nodes[i].space], tokens_of(i), f.slots_of(f.path(i)), matched)
+
+    def put_rest(i: int, start: int, end: int) -> int | None:
+        """A node of which another brought the beginning: it was split while the generation was being saved."""
+        space, tokens = m.spaces[m.nodes[i].space], tokens_of(i)
+        there, slots = tree.matched(space, tokens)
+        if not start < there <= end:
+            return None
+        before, ours, at = [], [], start
+        for _, low, high in f.at[i]:
+            cut = min(max(there - at, 0), high - low)
+            before += [f.slots[low : low + cut]] if cut else []
+            ours += [f.slots[low + cut : high]] if low + cut < high else []
+            at += high - low
+        found = tree.insert(space, tokens, [slots, *ours], there)
+        if found is not None:
+            f.shared[i] = [slots[start:], *ours]
+            for run in before:
+                pages.free(run)
+        return found
 
     for i in f.plan.nodes:
         if i in late:
@@ -235,6 +298,8 @@ def _insert(tree: Tree, home: Home, f: _Filling) -> None:
         if reason is None:
             own[i] = node_tokens(m, node, home.segments)
             found = put(i, start)
+            if found is None:
+                found = put_rest(i, start, end)
             if found is None:
                 reason = "not_taken"
             else:

@@ -48,9 +48,9 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     began, home, settings = time.monotonic(), keeper.home, keeper.settings
     ready = yield from _finish(home.run(lambda: keeper.prepare(request)))
     request, budget = ready.request, ready.budget
-    live = tree.nodes()
+    live = yield from tree.scan(at_once=request.reason == "shutdown")
     nodes = select(live, settings.hottest, settings.min_tokens)
-    plan = _plan(tree, keeper, nodes, budget)
+    plan = yield from _plan(tree, keeper, nodes, budget)
     room = budget.room_for_one
     # An emptied tree must not stand above the last one that held something.
     if nodes and (budget.room < 0 or sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room):
@@ -61,7 +61,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
             raise
     elif budget.room < 0:
         yield from _finish(home.run(keeper.hold))
-    if not nodes or (not plan.records and ready.complete and home.is_current(plan)):
+    if not nodes or (not plan.records and ready.complete and (yield from home.is_current(plan))):
         tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None
@@ -71,7 +71,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         kept = yield from _write(tree, pages, plan, writer, request, room)
         yield from _finish(writer.seal())
         places = iter(writer.placed)
-        settled = settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
+        settled = yield from settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
         settled.left_out_tokens += _tokens(nodes) - _tokens(plan.nodes)  # nodes for which the budget has no room
         if not settled.nodes:  # everything was evicted, or out of time, before it was read
             yield from _finish(home.run(home.sweep))
@@ -93,11 +93,15 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
 
 def _plan(
     tree: Tree, keeper: Keeper, nodes: list[TreeNode], budget: Budget, pages: list[int] | None = None
-) -> SavePlan:
+) -> Generator[Waiting, None, SavePlan]:
     home = keeper.home
     # A layout that changed without its revision changing must not be mixed with ours.
     segments = {k: index for k, index in home.segments.items() if index.pools == keeper.shape.pools}
-    return plan_save(nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget), pages)
+    return (
+        yield from plan_save(
+            nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget), pages
+        )
+    )
 
 
 def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Waiting, None, tuple[SavePlan, int]]:
@@ -110,19 +114,19 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
     wanted = sum(new_sizes(plan, page_bytes))
     budget = yield from _finish(home.run(lambda: keeper.make_room(wanted)))
     # What a generation that went held alone is not stored any more.
-    plan = _plan(tree, keeper, plan.nodes, budget)
+    plan = yield from _plan(tree, keeper, plan.nodes, budget)
     if sum(new_sizes(plan, page_bytes)) <= budget.room:
         return plan, budget.room_for_one
     for smaller in fit(plan, home.segments, page_bytes, budget.cap * TREE_SHARE):
         plan = smaller
         yield None
-    wanted, stored = sum(new_sizes(plan, page_bytes)), settle(plan, [])
+    wanted, stored = sum(new_sizes(plan, page_bytes)), (yield from settle(plan, []))
     # Where all that is stored is colder, and so is to go, one segment may be written before it does.
     room = budget.room_for_one
     if wanted > budget.room and stored.nodes:
         budget = yield from _finish(home.run(lambda: keeper.shrink(stored, wanted)))
         # What is stored of the nodes has moved.
-        plan, room = _plan(tree, keeper, plan.nodes, budget, plan.pages), budget.room
+        plan, room = (yield from _plan(tree, keeper, plan.nodes, budget, plan.pages)), budget.room
     plan = restrict(plan, new_sizes(plan, page_bytes), max(0, room), of_new=True)
     if not plan.nodes:
         yield from _finish(home.run(keeper.hold))

@@ -54,8 +54,13 @@ class Engine:
             rows = buffer.view(torch.uint8)
             rows[new] = torch.randint(0, 256, rows[new].shape, dtype=torch.uint8)
         value = torch.cat([prefix, new])
-        self.cache.insert(InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched))
+        self.inserted(InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched))
         return key
+
+    def inserted(self, params: InsertParams) -> None:
+        """An insertion as the plugin's hook would tell of it."""
+        done = self.cache.insert(params)
+        self.tree.inserted(int(done.last_device_node), len(params.key) - done.prefix_len)
 
     def match(self, key: RadixKey) -> int:
         again = RadixKey(

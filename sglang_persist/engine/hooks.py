@@ -78,6 +78,11 @@ def _after_pull(persistence, received, *_args, **_kwargs):
 
 
 @_guarded
+def _after_insert(persistence, result, _cache, params, *_args, **_kwargs):
+    persistence.inserted(result, len(params.key))
+
+
+@_guarded
 def _after_shutdown(persistence, *_args, **_kwargs):
     persistence.shutdown()
 
@@ -157,6 +162,7 @@ SCHEDULER = (
     (_SCHEDULER + "process_input_requests", HookType.AFTER, _after_intake),
     (_SCHEDULER + "handle_shutdown", HookType.AFTER, _after_shutdown),
     (_SCHEDULER + "flush_cache", HookType.AFTER, _after_flush),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert", HookType.AFTER, _after_insert),
     (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.AFTER, _after_pull),
     (_PARTS + "internal_state.SchedulerInternalStateController.get_internal_state", HookType.AFTER, _after_state),
     (_PARTS + "internal_state.SchedulerInternalStateController._update_handlers", HookType.AFTER, _after_handlers),

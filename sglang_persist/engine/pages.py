@@ -126,6 +126,12 @@ class KvPages:
             buffer.index_copy_(0, slots, source.view(count, -1).to(self._device))
             at += rows * row_bytes
 
+    def memory(self, pool: int, slots: torch.Tensor) -> list[np.ndarray] | None:
+        first, count = int(slots[0]), len(slots)
+        if self._device.type != "cpu" or not torch.equal(slots, torch.arange(first, first + count, dtype=slots.dtype)):
+            return None
+        return [b[first : first + count].view(torch.uint8).flatten().numpy() for b in self._buffers]
+
     def settle(self) -> None:
         """Wait until everything that was scattered is there."""
         if self._device.type != "cpu":

@@ -146,6 +146,7 @@ class Persistence:
         if self.home is not None and self.home.manifest is not None:
             self.scheduler.tree_cache.reset()
             self.scheduler.token_to_kv_pool_allocator.clear()
+            self.tree.watch()
             self.home.known.clear()
         self.restored.tokens = 0
 
@@ -156,6 +157,7 @@ class Persistence:
             scheduler.tree_cache, str(get_memory().radix_eviction_policy), self._locked_nodes,
             keyed=not scheduler.enable_lora,
         )  # fmt: skip
+        self.tree.watch()
         self.pages = KvPages(scheduler.token_to_kv_pool_allocator)
         prepare_hashes(scheduler.tree_cache)
         root = within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
@@ -324,6 +326,8 @@ class Persistence:
         if self._job is None and self._queue and not self.why_off and not self._paused:
             self._begin(self._queue.pop(0))
         if self._job is None and self._background is None:
+            if self.why_off is None:
+                self.tree.keep_current()
             return
         idle = self.scheduler.is_fully_idle()
         end = time.monotonic() + (IDLE_SLICE if idle else BUSY_SLICE)
@@ -462,10 +466,16 @@ class Persistence:
             elif (waiting := self._step()) is not None:
                 waiting(min(left, 0.25))
 
+    def inserted(self, result, path_tokens: int) -> None:
+        if self.why_off is None and result.last_device_node is not None:
+            self.tree.inserted(int(result.last_device_node), path_tokens - result.prefix_len)
+
     def flushed(self) -> None:
         """The tree was emptied: what is being saved is gone; what is stored stays, or goes, as configured."""
         self._end_background("aborted")
         self._drop_job("the cache was flushed")
+        if self.tree is not None:
+            self.tree.watch()
         if self.home is None or self.why_off:
             return
         # On the store's thread: a commit that is under way there would bring back what is cleared here.

@@ -7,15 +7,17 @@ records, packed along a path across node boundaries, so that many short nodes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sglang_persist.format.segment import KEY_BYTES, RecordKey, SegmentIndex
 from sglang_persist.model import HASH_BYTES, Node, Piece, Space
-from sglang_persist.plan.paths import choose_paths
 from sglang_persist.plan.tree import Content, Known, TreeNode
+
+#: Nodes of one step.
+STEP_NODES = 256
 
 
 @dataclass
@@ -40,7 +42,7 @@ class SavePlan:
     #: Of each node: how many of its pages are to be stored, from its start. Fewer than all where room ends within it.
     pages: list[int]
     #: Of each node: its space and what is stored already; None where the node vanished while it was planned.
-    stored: list[tuple[Space, list[Piece]] | None]
+    stored: list[tuple[Space, Sequence[Piece]] | None]
     records: list[RecordPlan]
 
     @property
@@ -80,45 +82,55 @@ def plan_save(
     page_tokens: int,
     record_pages: int,
     pages: Sequence[int] | None = None,
-) -> SavePlan:
-    """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to.
+) -> Generator[None, None, SavePlan]:
+    """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to. In steps.
 
     `pages`: how many of each node's, from its start; all of them unless it is given.
     """
     whole = [(n.end - n.start) // page_tokens for n in nodes]
     plan = SavePlan(page_tokens, list(nodes), list(whole if pages is None else pages), [], [])
-    unknown: dict[int, Content] = {}
-    for i, node in enumerate(nodes):
-        before, end = known.get(node.id), node.start + plan.pages[i] * page_tokens
-        if node.parent >= 0 and plan.stored[node.parent] is None:
-            plan.stored.append(None)
-        elif before and before.start <= node.start and end <= before.end:
-            skip = (node.start - before.start) // page_tokens
-            cut = [c for p in before.pieces if (c := p.cut(skip, skip + plan.pages[i]))]
-            plan.stored.append((before.space, cut))
-        elif (found := content(node.id)) is None:
-            plan.stored.append(None)
-        else:
-            unknown[i] = found
-            plan.stored.append((found.space, []))
     run: _Run | None = None
-    # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
-    for (i, found), somewhere in zip(unknown.items(), _first_pages(unknown.values(), segments), strict=True):
-        if somewhere:
-            pieces = find_pieces(found, nodes[i].start, segments, page_tokens)
-            plan.stored[i] = (found.space, [c for p in pieces if (c := p.cut(0, plan.pages[i]))])
-        run = _pack(plan, run, i, nodes[i], found, plan.stored[i][1], record_pages)
+    for low in range(0, len(nodes), STEP_NODES):
+        unknown: dict[int, Content] = {}
+        for i, node in enumerate(nodes[low : low + STEP_NODES], low):
+            before, end = known.get(node.id), node.start + plan.pages[i] * page_tokens
+            if node.parent >= 0 and plan.stored[node.parent] is None:
+                plan.stored.append(None)
+            elif before and before.start <= node.start and end <= before.end:
+                skip = (node.start - before.start) // page_tokens
+                if not skip and end == before.end:
+                    plan.stored.append((before.space, before.pieces))
+                else:
+                    cut = [c for p in before.pieces if (c := p.cut(skip, skip + plan.pages[i]))]
+                    plan.stored.append((before.space, cut))
+            elif (found := content(node.id)) is None or not found.fits(node):
+                plan.stored.append(None)
+            else:
+                unknown[i] = found
+                plan.stored.append((found.space, []))
+                yield None
+        # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
+        for (i, found), somewhere in zip(unknown.items(), _first_pages(unknown.values(), segments), strict=True):
+            if somewhere:
+                pieces = find_pieces(found, nodes[i].start, segments, page_tokens)
+                plan.stored[i] = (found.space, [c for p in pieces if (c := p.cut(0, plan.pages[i]))])
+            run = _pack(plan, run, i, nodes[i], found, plan.stored[i][1], record_pages)
+            yield None
+        yield None
     if run:
         plan.records.append(run.plan())
     if plan.records:
         # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
-        newest_first = choose_paths([n.parent for n in plan.nodes], [0] * len(plan.nodes), 0).nodes
-        order = {node: place for place, node in enumerate(newest_first)}
-        plan.records.sort(key=lambda r: min(order[source.node] for source in r.sources))
+        newest = list(range(len(nodes)))
+        for i in reversed(range(len(nodes))):
+            if (parent := nodes[i].parent) >= 0 and newest[parent] < newest[i]:
+                newest[parent] = newest[i]
+        yield None
+        plan.records.sort(key=lambda r: min((-newest[source.node], source.node) for source in r.sources))
     return plan
 
 
-def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Content, pieces: list[Piece],
+def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Content, pieces: Sequence[Piece],
           record_pages: int) -> _Run | None:  # fmt: skip
     """Add the pages of a node that no piece covers to the open run, closing runs that are full or end elsewhere."""
     page, extra = plan.page_tokens, content.space.extra_tokens
@@ -137,7 +149,7 @@ def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Con
     return run
 
 
-def _gaps(pieces: list[Piece], total: int) -> Iterable[tuple[int, int]]:
+def _gaps(pieces: Sequence[Piece], total: int) -> Iterable[tuple[int, int]]:
     at = 0
     for piece in pieces:
         if piece.at > at:
@@ -237,9 +249,9 @@ class Settled:
         self.known = {i: k._replace(pieces=moved(k.pieces)) for i, k in self.known.items()}
 
 
-def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
+def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generator[None, None, Settled]:
     """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
-    the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed."""
+    the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed. In steps."""
     written: dict[int, list[Piece]] = {}
     for record, (segment, ordinal, pages) in zip(plan.records, placed, strict=False):
         first = 0
@@ -253,17 +265,22 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Settled:
     index: dict[int, int] = {}
     spaces: dict[Space, int] = {}
     for i, node in enumerate(plan.nodes):
+        if i % STEP_NODES == 0:
+            yield None
         entry = plan.stored[i]
         pages = plan.pages[i]
         end = node.start + pages * plan.page_tokens
-        pieces = sorted([*entry[1], *written.get(i, ())], key=lambda p: p.at) if entry else []
+        pieces = entry[1] if entry else ()
+        if i in written:
+            pieces = sorted([*pieces, *written[i]], key=lambda p: p.at)
         if sum(p.pages for p in pieces) != pages or (node.parent >= 0 and node.parent not in index):
             out.left_out_tokens += node.end - node.start
             continue
+        pieces = tuple(pieces)
         index[i] = len(out.nodes)
         space = spaces.setdefault(entry[0], len(spaces))
-        out.nodes.append(Node(index.get(node.parent, -1), space, pages, tuple(pieces)))
-        out.known[node.id] = Known(node.start, end, entry[0], tuple(pieces))
+        out.nodes.append(Node(index.get(node.parent, -1), space, pages, pieces))
+        out.known[node.id] = Known(node.start, end, entry[0], pieces)
         out.tokens += end - node.start
         out.left_out_tokens += node.end - end
     out.spaces = list(spaces)

@@ -30,6 +30,10 @@ class Content:
     hashes: bytes
     parent_hash: bytes
 
+    def fits(self, node: TreeNode) -> bool:
+        """Whether it is of this node, not of what was left of it when it was split since."""
+        return len(self.tokens) == node.end - node.start + self.space.extra_tokens
+
 
 class Known(NamedTuple):
     """A node whose KV the store holds, by positions and pieces."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
-from sglang_persist.plan.saving import SavePlan
+from sglang_persist.plan.saving import STEP_NODES, SavePlan
 from sglang_persist.plan.tree import Known
 from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
@@ -123,18 +123,20 @@ class Home:
         """Whether every rank has the newest generation: reads the other ranks' files."""
         return self.manifest is not None and shard.is_complete(self.fs, self.path, self.manifest)
 
-    def is_current(self, plan: SavePlan) -> bool:
-        """Whether the newest generation already says exactly what this plan, which writes no record, would say."""
+    def is_current(self, plan: SavePlan) -> Generator[None, None, bool]:
+        """Whether the newest generation already says exactly what this plan, which writes no record, would say. In
+        steps."""
         m = self.manifest
         if m is None or len(m.nodes) != len(plan.nodes):
             return False
-        return all(
-            entry is not None
-            and node.parent == live.parent
-            and m.spaces[node.space] == entry[0]
-            and list(node.pieces) == entry[1]
-            for node, live, entry in zip(m.nodes, plan.nodes, plan.stored, strict=True)
-        )
+        for i, (node, live, entry) in enumerate(zip(m.nodes, plan.nodes, plan.stored, strict=True)):
+            if i % STEP_NODES == 0:
+                yield None
+            if entry is None or node.parent != live.parent or m.spaces[node.space] != entry[0]:
+                return False
+            if node.pieces != tuple(entry[1]):
+                return False
+        return True
 
     def adopt(self, m: Manifest, known: Mapping[int, Known], written: list[SegmentIndex]) -> None:
         """A generation was committed: it is what the next snapshot builds on."""

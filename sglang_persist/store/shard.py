@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,12 +23,13 @@ from sglang_persist.errors import (
     Unusable,
 )
 from sglang_persist.format import codec, limits, manifest, segment
-from sglang_persist.format.segment import SegmentIndex
+from sglang_persist.format.segment import Part, SegmentIndex
 from sglang_persist.fs import FileSystem, ReadFile
-from sglang_persist.model import Manifest, SegmentRef
+from sglang_persist.model import Manifest, Pool, SegmentRef
 from sglang_persist.store import names
 
 T = TypeVar("T")
+NO_GATE = contextlib.nullcontext()
 
 
 def generations(fs: FileSystem, path: Path) -> list[int]:
@@ -124,6 +127,28 @@ def fullest(fs: FileSystem, path: Path, than: Manifest | None, deadly: Collectio
     return best
 
 
+def decode_record(
+    pool: Pool, rows: int, parts: Sequence[Part], stored: memoryview, targets: Sequence[np.ndarray]
+) -> None:
+    """The inverse of `writer.encode_record`, straight into where the bytes are wanted. `targets` as in `load_into`."""
+    at = raw = 0
+    for part in parts:
+        buffers = pool.buffers[part.first_buffer : part.first_buffer + part.buffers]
+        size = rows * sum(b.row_bytes for b in buffers)
+        chunk = stored[at : at + part.stored_bytes]
+        if len(targets) == 1:
+            codec.decode(part.codec, part.frame_bytes, chunk, targets[0][raw : raw + size])
+        elif len(buffers) == 1:
+            codec.decode(part.codec, part.frame_bytes, chunk, targets[part.first_buffer])
+        else:  # small buffers that were coded together
+            whole = np.empty(size, np.uint8)
+            codec.decode(part.codec, part.frame_bytes, chunk, whole)
+            for target in targets[part.first_buffer : part.first_buffer + part.buffers]:
+                target[:] = whole[: target.nbytes]
+                whole = whole[target.nbytes :]
+        at, raw = at + part.stored_bytes, raw + size
+
+
 class Segment:
     """An open segment. Reading a record checks its bytes; `index` was checked when it was opened."""
 
@@ -143,22 +168,24 @@ class Segment:
 
     def load(self, record: int) -> np.ndarray:
         """A record's KV bytes, checked and decoded: buffer after buffer, rows of consecutive slots in each."""
-        data = memoryview(self.read(record))
-        index = self.index
+        out = np.empty(self.index.raw_bytes(record), np.uint8)
+        self.load_into(record, [out])
+        return out
+
+    def load_into(self, record: int, targets: Sequence[np.ndarray], gate: AbstractContextManager = NO_GATE) -> None:
+        """A record's KV bytes into `targets`: uint8, contiguous; one for all of its buffers, or one for each. They are
+        written to inside of `gate`.
+
+        Raises FormatError and StoreError; the targets hold anything then.
+        """
+        data, index = memoryview(self.read(record)), self.index
         pool = index.pools[index.pool[record]]
         rows = pool.rows(int(index.pages[record]), index.page_tokens)
-        out = np.empty(index.raw_bytes(record), np.uint8)
-        stored = raw = 0
         try:
-            for part in index.record_parts(record):
-                buffers = pool.buffers[part.first_buffer : part.first_buffer + part.buffers]
-                size = rows * sum(b.row_bytes for b in buffers)
-                chunk = data[stored : stored + part.stored_bytes]
-                codec.decode(part.codec, part.frame_bytes, chunk, out[raw : raw + size])
-                stored, raw = stored + part.stored_bytes, raw + size
+            with gate:
+                decode_record(pool, rows, index.record_parts(record), data, targets)
         except FormatError as error:
             raise error.at(self.path, int(index.offset[record])) from None
-        return out
 
     def close(self) -> None:
         self._file.close()

@@ -32,17 +32,43 @@ def keeper(e: real.Engine, at: Home, using=SETTINGS, shards=(SHARD,)) -> Keeper:
     return Keeper(at, Shape(real.IDENTITY, e.pages.pools, e.tree.page_tokens, shards, len(shards)), using)
 
 
-def begin(e: real.Engine, at: Home, deadline=None, using=SETTINGS):
-    return save(e.tree, e.pages, keeper(e, at, using), SaveRequest(at.next_generation(), "manual", deadline))
+class Counted:
+    """An engine's pages, and how many records were read from them."""
+
+    def __init__(self, pages):
+        self._pages, self.records = pages, 0
+
+    def __getattr__(self, name):
+        return getattr(self._pages, name)
+
+    def gather(self, pool, slots):
+        self.records += 1
+        return self._pages.gather(pool, slots)
 
 
-def advance(job, slices: int) -> None:
-    """Run until so many slices of work were done: the plan, then a record each."""
-    while slices:
-        waiting = next(job)
-        if waiting is None:
-            slices -= 1
-        else:
+class Job:
+    """A snapshot under way."""
+
+    def __init__(self, e: real.Engine, keeper: Keeper, request: SaveRequest):
+        self.pages = Counted(e.pages)
+        self._work = save(e.tree, self.pages, keeper, request)
+        self.close = self._work.close
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._work)
+
+
+def begin(e: real.Engine, at: Home, deadline=None, using=SETTINGS) -> Job:
+    return Job(e, keeper(e, at, using), SaveRequest(at.next_generation(), "manual", deadline))
+
+
+def advance(job: Job, records: int) -> None:
+    """Run until so many records were read."""
+    while job.pages.records < records:
+        if waiting := next(job):
             waiting(5)
 
 

@@ -192,7 +192,7 @@ def test_deadline_keeps_the_hottest(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("sglang_persist.save.time.monotonic", lambda: clock[0])
     job = flow.begin(c.engine, at, deadline=10)
-    flow.advance(job, 8)
+    flow.advance(job, 7)
     clock[0] = 11
     saved = flow.finish(job)
     monkeypatch.undo()
