@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from sglang_persist.plan.tree import Known
 from sglang_persist.ports import Pages, Tree, Waiting
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment, close_after
+from sglang_persist.workers import workers
 
 AHEAD_BYTES = 48 << 20
 #: Of the pool: what is left free for requests that come meanwhile.
@@ -60,7 +61,7 @@ class Background:
         self._gone: set[int] = set()
         self._path: tuple[int, np.ndarray] | None = None
         self._reads: list[Future] = []
-        self._readers = ThreadPoolExecutor(max(1, threads), thread_name_prefix="persist-read")
+        self._readers = workers(threads, "persist-read")
         self._work = self._run()
 
     def step(self) -> Waiting:

@@ -36,11 +36,13 @@ RECORD_TOKENS, MIN_RECORD_TOKENS, RECORD_BYTES = 256, 64, 8 << 20
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One snapshot to take. `deadline` is on the monotonic clock: past it, what is written by then is committed."""
+    """One snapshot to take. `deadline` is on the monotonic clock: past it, what is written by then is committed.
+    `last`: nothing is served any more, so nothing has to be sliced."""
 
     generation: int
     reason: str
     deadline: float | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class Keeper:
         home, shape = self.home, self.shape
         segments = {**home.segments, **{i.id: i for i in written}}
         used = settled.used()
-        named = [segments[s] for s in dict.fromkeys(s for s, _ in sorted(used))]
+        named = [segments[s] for s in sorted({s for s, _ in used})]
         manifest = Manifest(
             generation=request.generation,
             created=home.manifest.created if again else time.time(),

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 from sglang_persist import config
 from sglang_persist.errors import SettingError
@@ -51,7 +52,11 @@ def _directory_given() -> bool:
 def _install_scheduler() -> None:
     from sglang_persist.engine import hooks
 
-    hooks.install(hooks.SCHEDULER, config.load())
+    installed = hooks.install(hooks.SCHEDULER, config.load())
+    main = threading.current_thread() is threading.main_thread()
+    if installed and main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        # The launcher's word that it drains means nothing before the loop begins, and must not end this process.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _install_launcher() -> bool:

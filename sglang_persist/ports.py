@@ -54,13 +54,23 @@ class Tree(Protocol):
         """Make a path the most recently used one."""
 
 
+class Gathered(Protocol):
+    """KV bytes that were read, perhaps still on their way from a device."""
+
+    raw: np.ndarray
+
+    def arrived(self) -> object:
+        """Returns once `raw` holds them. From any thread, letting others run meanwhile."""
+
+
 class Pages(Protocol):
     """The KV pools and their allocator."""
 
     pools: tuple[Pool, ...]
 
-    def gather(self, pool: int, slots: Sequence) -> np.ndarray:
-        """KV bytes of these runs of slots, buffer after buffer, in memory that nobody writes to any more."""
+    def gather(self, pool: int, slots: Sequence) -> Gathered:
+        """KV bytes of these runs of slots, buffer after buffer, in memory that nobody writes to any more. From now on
+        the slots may be given to others."""
 
     def size(self) -> int:
         """Tokens that the pool holds in all."""
@@ -72,6 +82,9 @@ class Pages(Protocol):
         """Slots for so many tokens, or None."""
 
     def free(self, slots) -> None: ...
+
+    def staging(self, size: int) -> np.ndarray:
+        """Memory from which `scatter` is fast."""
 
     def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
         """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""

@@ -128,9 +128,7 @@ def restore(
             result.rest = Rest(resolved, plan.chosen, dict(home.segments), opened, {})
         elif plan.nodes:
             slots = pages.allocate(plan.pages * tree.page_tokens)
-            filling = _Filling(
-                resolved, plan, opened, slots, _layout(plan, tree.page_tokens), deadline, result
-            )
+            filling = _Filling(resolved, plan, opened, slots, _layout(plan, tree.page_tokens), deadline, result)
             yield from _fill(tree, pages, home, filling, settings.threads, reads)
             if filling.late and go_on:
                 result.rest = Rest(resolved, filling.late, dict(home.segments), opened, filling.inserted)
@@ -192,22 +190,21 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
                 segment, record, uses = todo.popleft()
                 opened, places = f.opened[segment], _places(f, uses, tree.page_tokens)
                 targets = _targets(pages, f, opened.index, record, places)
-                if targets is None:
-                    reads.append(readers.submit(opened.load, record))
-                else:
-                    reads.append(readers.submit(opened.load_into, record, targets, gate))
-                ahead.append((reads[-1], opened.index, record, places))
-                pending += opened.index.raw_bytes(record)
-            job, index, record, places = ahead.popleft()
+                size = opened.index.raw_bytes(record)
+                raw = pages.staging(size) if targets is None else None
+                reads.append(readers.submit(opened.load_into, record, targets or [raw], gate))
+                ahead.append((reads[-1], opened.index, record, places, raw))
+                pending += size
+            job, index, record, places, raw = ahead.popleft()
             pending -= index.raw_bytes(record)
             nodes = [use.node for use, _, _ in places]
             try:
                 if not (left := f.left()):
                     raise TimeoutError
-                raw = job.result(left)
+                job.result(left)
             except TimeoutError:
                 f.fail(nodes, TIMEOUT)
-                for *_, unread in ahead:
+                for *_, unread, _ in ahead:
                     f.fail((use.node for use, _, _ in unread), TIMEOUT)
                 for *_, unread in todo:
                     f.fail((use.node for use in unread), TIMEOUT)

@@ -15,15 +15,13 @@ from collections.abc import Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-import numpy as np
-
 from sglang_persist.errors import FormatError, StoreError, StoreFull
 from sglang_persist.keeper import TREE_SHARE, Budget, Keeper, SaveRequest
 from sglang_persist.plan.fitting import fit, new_sizes, restrict
 from sglang_persist.plan.paths import select
 from sglang_persist.plan.saving import RecordPlan, SavePlan, plan_save, settle
 from sglang_persist.plan.tree import TreeNode
-from sglang_persist.ports import Pages, Tree, Waiting
+from sglang_persist.ports import Gathered, Pages, Tree, Waiting
 from sglang_persist.store.writer import SegmentWriter
 
 
@@ -48,7 +46,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     began, home, settings = time.monotonic(), keeper.home, keeper.settings
     ready = yield from _finish(home.run(lambda: keeper.prepare(request)))
     request, budget = ready.request, ready.budget
-    live = yield from tree.scan(at_once=request.reason == "shutdown")
+    live = yield from tree.scan(at_once=request.last)
     nodes = select(live, settings.hottest, settings.min_tokens)
     plan = yield from _plan(tree, keeper, nodes, budget)
     room = budget.room_for_one
@@ -148,10 +146,10 @@ def _write(
             yield writer.idle
         if (request.deadline and time.monotonic() > request.deadline) or writer.due() + size > room:
             break
-        count, raw = _gather(tree, pages, plan.nodes, record)
+        count, found = _gather(tree, pages, plan.nodes, record)
         kept.append(count)
         if count:
-            writer.submit(record.key.first_pages(count, tree.page_tokens), raw)
+            writer.submit(record.key.first_pages(count, tree.page_tokens), found.raw, found.arrived)
         yield None
     return kept
 
@@ -160,7 +158,7 @@ def _tokens(nodes: list[TreeNode]) -> int:
     return sum(n.end - n.start for n in nodes)
 
 
-def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, np.ndarray | None]:
+def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, Gathered | None]:
     """The record's KV as far as its nodes are still there: (pages, bytes)."""
     runs, count = [], 0
     for source in record.sources:

@@ -90,8 +90,8 @@ class Engine:
                 own = self.tree.content(node.id).tokens.tolist()
                 tokens += own if not tokens else own[space.extra_tokens :]
             slots = self.tree.slots(leaf, 0, leaf.end)
-            kv = self.pages.gather(0, [slots])
-            out.append((space, tuple(tokens), tuple(n.end for n in chain), kv.tobytes()))
+            kv = self.pages.gather(0, [slots]).raw.tobytes()
+            out.append((space, tuple(tokens), tuple(n.end for n in chain), kv))
         return out
 
     def check(self, held: int = 0) -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
 
 import flow  # noqa: E402
 import numpy as np  # noqa: E402
@@ -151,7 +151,7 @@ def codec_case(tokens: int, real_data: bool, times: int) -> dict:
     bed = Bed(tokens, SMOL, kv)
     pool = bed.engine.pages.pools[0]
     slots = torch.arange(1, tokens + 1)
-    records = [bed.engine.pages.gather(0, [slots[at : at + RECORD]]) for at in range(0, tokens, RECORD)]
+    records = [bed.engine.pages.gather(0, [slots[at : at + RECORD]]).raw for at in range(0, tokens, RECORD)]
     size = sum(r.nbytes for r in records)
     encoded = [encode_record("auto", pool, RECORD, r) for r in records]
     packed = [zstandard.ZstdCompressor(level=1).compress(r) for r in records]

@@ -1,7 +1,8 @@
 """In the process that starts the others: give the schedulers time for their last snapshot, however it is stopped.
 
 Stock SGLang kills schedulers 15 s after it asked them to stop, and at once on Ctrl-C and in `Engine.shutdown`. Here
-they are asked first (SIGUSR2) and waited for, never longer than the shutdown timeout, whatever state they are in.
+they are asked first (SIGUSR2) and waited for, never longer than the shutdown timeout, whatever state they are in. On
+SIGTERM they are told at once (SIGUSR1), so that little is left to be saved once the last request is done.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ def _raise_grace(timeout: float) -> None:
         tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(stock, timeout)
     except Exception:
         logger.exception("persistence: the time that schedulers are given to stop could not be raised")
+
+
+def _before_drain(*_args, **_kwargs):
+    """SIGTERM: requests that run are waited for, and meanwhile what is new can be saved."""
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    try:
+        for process in collect_scheduler_processes():
+            process.send_signal(signal.SIGUSR1)
+    except Exception:
+        logger.exception("persistence: the schedulers were not told that the server stops")
 
 
 def _engine_shutdown(original, engine):
@@ -72,6 +84,7 @@ def _launch_subprocesses(original, *args, **kwargs):
 
 LAUNCHER = (
     ("sglang.srt.entrypoints.http_server._setup_and_run_http_server", HookType.AROUND, _run_http_server),
+    ("sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler", HookType.BEFORE, _before_drain),
     ("sglang.srt.entrypoints.engine.Engine.shutdown", HookType.AROUND, _engine_shutdown),
 )
 BAD_SETTING = (("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", HookType.AROUND, _launch_subprocesses),)

@@ -59,9 +59,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class KvPages:
-    """`ports.Pages` over one allocator and its pool."""
+    """`ports.Pages` over one allocator and its pool.
 
-    def __init__(self, allocator):
+    On a device, bytes go through page-locked memory and a stream of our own. `forward` gives the stream on which the
+    engine's forward passes run, None where there is none.
+    """
+
+    def __init__(self, allocator, forward: Callable[[], object] = lambda: None):
         self._allocator = allocator
         self.pool = pool = allocator.get_kvcache()
         adapter = ADAPTERS.get(class_name(pool))
@@ -74,7 +78,8 @@ class KvPages:
         self.layout = adapter.layout
         named = adapter.buffers(pool)
         self._buffers = [_rows(tensor) for _, tensor in named]
-        self._device = named[0][1].device
+        device = named[0][1].device
+        self._device = None if device.type == "cpu" else Device(device, forward)
         # Stored as bytes where the pool does so (fp8): the logical type says how they compress and what they are.
         dtype = str(pool.dtype).removeprefix("torch.")
         self.pools = (
@@ -83,24 +88,14 @@ class KvPages:
             )),
         )  # fmt: skip
 
-    def gather(self, pool: int, slots: Sequence[torch.Tensor]) -> np.ndarray:
+    def gather(self, pool: int, slots: Sequence[torch.Tensor]) -> Gathered:
         index = slots[0] if len(slots) == 1 else torch.cat(tuple(slots))
-        index = index.to(self._device, torch.int64)
-        if self._device.type != "cpu":
-            # The tree can show a page before the forward that fills it is done, and an evicted page is reused at once.
-            torch.get_device_module(self._device).synchronize()
-        rows = len(index)
-        out = np.empty(self.pools[pool].bytes(rows, 1), np.uint8)
-        host, at = torch.from_numpy(out), 0
-        for buffer in self._buffers:
-            size = rows * buffer.shape[1] * buffer.element_size()
-            target = host[at : at + size].view(buffer.dtype).view(rows, -1) if _aligned(at, buffer) else None
-            if self._device.type == "cpu" and target is not None:
-                torch.index_select(buffer, 0, index, out=target)
-            else:
-                host[at : at + size] = buffer.index_select(0, index).view(torch.uint8).flatten().to("cpu")
-            at += size
-        return out
+        size = self.pools[pool].bytes(len(index), 1)
+        if self._device is not None:
+            return self._device.read(self._buffers, index, size)
+        out = torch.empty(size, dtype=torch.uint8)
+        _select(self._buffers, index.to(torch.int64), out)
+        return Gathered(out)
 
     def size(self) -> int:
         return int(self._allocator.size)
@@ -116,27 +111,119 @@ class KvPages:
     def free(self, slots: torch.Tensor) -> None:
         self._allocator.free(slots)
 
+    def staging(self, size: int) -> np.ndarray:
+        return np.empty(size, np.uint8) if self._device is None else self._device.host(size).numpy()
+
     def scatter(self, pool: int, slots: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
-        host, at, count = torch.from_numpy(raw), 0, len(slots)
-        for buffer in self._buffers:
-            row_bytes = buffer.shape[1] * buffer.element_size()
-            low = at + first * row_bytes
-            source = host[low : low + count * row_bytes]
-            source = source.view(buffer.dtype) if _aligned(low, buffer) else source.clone().view(buffer.dtype)
-            buffer.index_copy_(0, slots, source.view(count, -1).to(self._device))
-            at += rows * row_bytes
+        if self._device is not None:
+            self._device.write(self._buffers, slots, raw, rows, first)
+        else:
+            _insert(self._buffers, slots, torch.from_numpy(raw), rows, first)
 
     def memory(self, pool: int, slots: torch.Tensor) -> list[np.ndarray] | None:
         first, count = int(slots[0]), len(slots)
-        if self._device.type != "cpu" or not torch.equal(slots, torch.arange(first, first + count, dtype=slots.dtype)):
+        if self._device is not None or not torch.equal(slots, torch.arange(first, first + count, dtype=slots.dtype)):
             return None
         return [b[first : first + count].view(torch.uint8).flatten().numpy() for b in self._buffers]
 
     def settle(self) -> None:
         """Wait until everything that was scattered is there."""
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+        if self._device is not None:
+            self._device.settle()
 
 
-def _aligned(offset: int, buffer: torch.Tensor) -> bool:
-    return offset % buffer.element_size() == 0
+class Gathered:
+    """`ports.Gathered`. Holds the memory of `raw`."""
+
+    def __init__(self, memory: torch.Tensor, event=None):
+        self._memory, self._event = memory, event
+        self.raw = memory.numpy()
+
+    def arrived(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Device:
+    """Copies between KV buffers on a device and page-locked memory, in an order in which no page is read before the
+    forward pass that fills it is done, nor written to before it was read (sglang_internals, section 5).
+
+    The tree can show a page before its forward pass has run, and an evicted page is reused at once. So our stream waits
+    for what the engine's streams have been given so far; and they, before anything that they are given from now on, for
+    our reading the pages into memory of ours on the device: not for the way from there to the host.
+    """
+
+    def __init__(self, device: torch.device, forward: Callable[[], object]):
+        self._module = torch.get_device_module(device)
+        self._device, self._forward = device, forward
+        self._stream = self._module.Stream(device=device)
+        #: Page-locked memory that copies to the device still read from, with what tells that they are done.
+        self._sources: list[tuple[object, torch.Tensor]] = []
+
+    def _streams(self) -> list:
+        forward = self._forward()
+        return [self._module.current_stream(self._device), *([forward] if forward is not None else [])]
+
+    def host(self, size: int) -> torch.Tensor:
+        """Page-locked memory. Torch keeps what is given back and hands it out again."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def read(self, buffers: list[torch.Tensor], index: torch.Tensor, size: int) -> Gathered:
+        streams = self._streams()
+        for stream in streams:
+            self._stream.wait_stream(stream)
+        with self._module.stream(self._stream):
+            index = index.to(self._device, torch.int64)
+            ours = torch.empty(size, dtype=torch.uint8, device=self._device)
+            _select(buffers, index, ours)
+            for stream in streams:
+                stream.wait_stream(self._stream)
+            out = self.host(size)
+            out.copy_(ours, non_blocking=True)
+            arrived = self._module.Event()
+            arrived.record(self._stream)
+        return Gathered(out, arrived)
+
+    def write(self, buffers: list[torch.Tensor], slots: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
+        # A slot that is free by now may still be written to by a forward pass that was under way.
+        for stream in self._streams():
+            self._stream.wait_stream(stream)
+        source = torch.from_numpy(raw)
+        with self._module.stream(self._stream):
+            _insert(buffers, slots, source.to(self._device, non_blocking=True), rows, first)
+            done = self._module.Event()
+            done.record(self._stream)
+        self._sources = [entry for entry in self._sources if not entry[0].query()] + [(done, source)]
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+        self._sources.clear()
+
+
+def _select(buffers: list[torch.Tensor], index: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of each buffer, one buffer after the other."""
+    at, rows = 0, len(index)
+    for buffer in buffers:
+        size = rows * _row_bytes(buffer)
+        target = out[at : at + size]
+        if at % buffer.element_size() == 0:
+            torch.index_select(buffer, 0, index, out=target.view(buffer.dtype).view(rows, -1))
+        else:
+            target.copy_(buffer.index_select(0, index).view(torch.uint8).flatten())
+        at += size
+
+
+def _insert(buffers: list[torch.Tensor], slots: torch.Tensor, raw: torch.Tensor, rows: int, first: int) -> None:
+    """Rows [first, first + len(slots)) of a record of `rows` rows to these slots of each buffer."""
+    at, count = 0, len(slots)
+    for buffer in buffers:
+        size = _row_bytes(buffer)
+        low = at + first * size
+        source = raw[low : low + count * size]
+        source = source.view(buffer.dtype) if low % buffer.element_size() == 0 else source.clone().view(buffer.dtype)
+        buffer.index_copy_(0, slots, source.view(count, -1))
+        at += rows * size
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return buffer.shape[1] * buffer.element_size()

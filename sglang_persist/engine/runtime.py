@@ -32,8 +32,9 @@ from sglang_persist.store import attempts, names, shard, verify
 from sglang_persist.store.home import Home
 from sglang_persist.store.root import writers_root
 
-#: How long one pass of the scheduler's loop may work on a snapshot.
-BUSY_SLICE, IDLE_SLICE = 0.005, 0.05
+#: How long one pass of the scheduler's loop may work on a snapshot: while requests run, a share of what a pass takes.
+LEAST_SLICE, BUSY_SLICE, IDLE_SLICE = 0.001, 0.005, 0.05
+SLICE_SHARE = 0.1
 #: Seconds that a start waits for what a file system has to do before the first snapshot; then it goes on without it.
 START_WAIT = 10.0
 #: Seconds without a byte after which a restore in the background is given up.
@@ -77,13 +78,13 @@ class Persistence:
         self.rank, self.leader = 0, False
         self._in_flight = False
         self._next_due = float("inf")
-        self._stop_requested = self._paused = False
+        self._stop_requested = self._drain_requested = self._paused = False
         self._last: SaveResult | None = None
         self._last_success: float | None = None
         self._failures, self._last_error = 0, None
         self._store_bytes = 0
         self._passed: list[Exception] = []
-        self._background_began = self._background_moved = 0.0
+        self._background_began = self._background_moved = self._last_tick = 0.0
 
     # ------------------------------------------------------------------------------------------- start
 
@@ -158,7 +159,7 @@ class Persistence:
             keyed=not scheduler.enable_lora,
         )  # fmt: skip
         self.tree.watch()
-        self.pages = KvPages(scheduler.token_to_kv_pool_allocator)
+        self.pages = KvPages(scheduler.token_to_kv_pool_allocator, lambda: getattr(scheduler, "forward_stream", None))
         prepare_hashes(scheduler.tree_cache)
         root = within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
         began = time.monotonic()
@@ -312,10 +313,11 @@ class Persistence:
         if self._in_flight or self.why_off or self._paused or not self.leader:
             return
         asked = self._requested > self._last_request
+        draining, self._drain_requested = self._drain_requested, False
         # A snapshot of a tree that is still being filled would only say less than the last one.
-        if asked or (time.monotonic() >= self._next_due and self._background is None):
+        if asked or ((draining or time.monotonic() >= self._next_due) and self._background is None):
             self._in_flight = True
-            reason = "manual" if asked else "interval"
+            reason = "manual" if asked else "shutdown" if draining else "interval"
             received.append(PersistCommand(self._generation + 1, reason, self._requested))
 
     def on_command(self, command: PersistCommand) -> None:
@@ -329,8 +331,9 @@ class Persistence:
             if self.why_off is None:
                 self.tree.keep_current()
             return
-        idle = self.scheduler.is_fully_idle()
-        end = time.monotonic() + (IDLE_SLICE if idle else BUSY_SLICE)
+        idle, now = self.scheduler.is_fully_idle(), time.monotonic()
+        busy = min(BUSY_SLICE, max(LEAST_SLICE, SLICE_SHARE * (now - self._last_tick)))
+        end = now + (IDLE_SLICE if idle else busy)
         while (self._job or self._background) and (left := end - time.monotonic()) > 0:
             waiting = self._step() if self._job else self._step_background()
             if waiting is None:
@@ -338,6 +341,7 @@ class Persistence:
             if not (idle and self.scheduler.idle_sleeper):
                 break
             waiting(left)  # else the idle loop would sleep, for much longer
+        self._last_tick = time.monotonic()
 
     def _step_background(self):
         try:
@@ -379,10 +383,10 @@ class Persistence:
             self.restored.tokens, self.restored.total_tokens, self.restore_seconds,
         )  # fmt: skip
 
-    def _begin(self, command: PersistCommand, deadline: float | None = None) -> None:
+    def _begin(self, command: PersistCommand, deadline: float | None = None, last: bool = False) -> None:
         self._command = command
         self._generation = max(self._generation, command.generation)
-        request = SaveRequest(command.generation, command.reason, deadline)
+        request = SaveRequest(command.generation, command.reason, deadline, last)
         self._job = save(self.tree, self.pages, self.keeper, request)
 
     def _step(self):
@@ -442,6 +446,10 @@ class Persistence:
         """From a signal handler: leave the loop the way SGLang itself leaves it, all ranks together."""
         self._stop_requested = True
 
+    def request_drain(self, *_signal) -> None:
+        """From a signal handler: no request comes any more. What the last snapshot would have to write is begun."""
+        self._drain_requested = True
+
     def shutdown(self) -> None:
         """The last snapshot, to its end: called when the loop is about to end and everything is drained."""
         if self.why_off or self._paused:
@@ -453,7 +461,7 @@ class Persistence:
         self._drive(hard)
         if time.monotonic() < hard:
             command = PersistCommand(self._generation + 1, "shutdown", self._requested)
-            self._begin(command, began + timeout * SOFT_SHARE)
+            self._begin(command, began + timeout * SOFT_SHARE, last=True)
             self._drive(hard)
         self.home.close(max(1.0, hard - time.monotonic()))
         self.why_off = "stopped"
@@ -557,7 +565,9 @@ class Persistence:
 
 def handle_signals(persistence: Persistence) -> None:
     """In a scheduler: only the launcher decides when to stop, so that the last snapshot is not cut off by a signal that
-    a terminal or a service manager sends to the whole group. SIGUSR2 is the launcher's word to stop."""
+    a terminal or a service manager sends to the whole group. SIGUSR1 is the launcher's word that it begins to drain,
+    SIGUSR2 its word to stop."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, persistence.request_drain)
     signal.signal(signal.SIGUSR2, persistence.request_stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from sglang_persist.errors import FormatError, StoreError
@@ -17,6 +17,7 @@ from sglang_persist.plan.saving import STEP_NODES, SavePlan
 from sglang_persist.plan.tree import Known
 from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
+from sglang_persist.workers import workers
 
 KEEP = 2
 #: Seconds for which a generation that is fuller than the newest ones is kept.
@@ -37,7 +38,7 @@ class Home:
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known: dict[int, Known] = {}
         self._lock: Lock | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="persist-store")
+        self._thread = workers(1, "persist-store")
 
     def run(self, work: Callable[[], object]) -> Future:
         """Do this after everything that was asked for before."""

@@ -91,9 +91,9 @@ def _read(fs: FileSystem, path: Path, busy: bool) -> _Shard:
 
 def _load(fs: FileSystem, path: Path, generation: int) -> Manifest:
     try:
-        return shard.load_manifest(fs, path, generation)
+        return shard.load_manifest(fs, path, generation, nodes=False)
     except StoreError:  # once more: what it names must not go for a moment's failure
-        return shard.load_manifest(fs, path, generation)
+        return shard.load_manifest(fs, path, generation, nodes=False)
 
 
 def _surplus(fs: FileSystem, one: _Shard, keep: int, fullest_since: float = math.inf) -> list[int]:

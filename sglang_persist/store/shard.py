@@ -50,11 +50,11 @@ def read_whole(fs: FileSystem, place: Path, most: int, decode: Callable[[bytes],
         raise error.at(place) from None
 
 
-def load_manifest(fs: FileSystem, path: Path, generation: int) -> Manifest:
-    """Raises FormatError or StoreError, with the path in it."""
+def load_manifest(fs: FileSystem, path: Path, generation: int, nodes: bool = True) -> Manifest:
+    """Raises FormatError or StoreError, with the path in it. `nodes` as in `manifest.decode`."""
 
     def decode(data: bytes) -> Manifest:
-        found = manifest.decode(data)
+        found = manifest.decode(data, nodes)
         if found.generation != generation or found.shard != path.name:
             raise Malformed(f"holds generation {found.generation} of {found.shard!r}")
         if names.namespace(found.identity) != f"{path.parent.parent.name}/{path.parent.name}":
@@ -79,7 +79,7 @@ def fullness(fs: FileSystem, path: Path, m: Manifest) -> int | None:
         if not names.SHARD.fullmatch(shard):
             return None
         try:
-            other = load_manifest(fs, path.parent / shard, m.generation)
+            other = load_manifest(fs, path.parent / shard, m.generation, nodes=False)
         except (FormatError, StoreError):
             return None
         if other.shards != m.shards:

@@ -11,7 +11,8 @@ import os
 import queue
 import secrets
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from sglang_persist.fs import FileSystem, NewFile
 from sglang_persist.model import Manifest, Pool
 from sglang_persist.store import names
 from sglang_persist.store.shard import Segment, open_segment
+from sglang_persist.workers import stand_back, workers
 
 #: Buffers of a record are coded together until they reach this size: smaller frames decode slower and shrink less.
 PART_BYTES = 64 << 10
@@ -51,6 +53,11 @@ def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encod
         chunks += out
         first, at = first + count, at + size
     return Encoded(parts, chunks, sum(p.stored_bytes for p in parts))
+
+
+def _encode_arrived(arrived: Callable[[], object], setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encoded:
+    arrived()
+    return encode_record(setting, pool, rows, raw)
 
 
 def least_segment_bytes(pools: tuple[Pool, ...], page_tokens: int) -> int:
@@ -131,7 +138,7 @@ class SegmentWriter:
         self._new = lambda: _OpenSegment(fs, path, namespace, pools, page_tokens)
         self._pools, self._page_tokens, self._setting = pools, page_tokens, setting
         self._segment_bytes, self._limit = segment_bytes, pending_bytes
-        self._encoders = ThreadPoolExecutor(max(1, threads), thread_name_prefix="persist-encode")
+        self._encoders = workers(threads, "persist-encode")
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
         self._pending = self._owed = 0
@@ -168,8 +175,9 @@ class SegmentWriter:
             key.pages, len(key.tokens), len(pool.buffers)
         )
 
-    def submit(self, key: RecordKey, raw: np.ndarray) -> None:
-        """Queue one record. `raw` must not change any more. Raises what stopped the writer, if something did."""
+    def submit(self, key: RecordKey, raw: np.ndarray, arrived: Callable[[], object] = bool) -> None:
+        """Queue one record. `raw` must not change any more once `arrived`, called by a worker before it looks there,
+        has returned. Raises what stopped the writer, if something did."""
         if self.sealed.done():
             self.sealed.result()
         with self._room:
@@ -178,7 +186,7 @@ class SegmentWriter:
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
         try:
-            job = self._encoders.submit(encode_record, self._setting, pool, rows, raw)
+            job = self._encoders.submit(_encode_arrived, arrived, self._setting, pool, rows, raw)
         except RuntimeError:  # the writer has stopped since we looked
             self.sealed.result()
             raise
@@ -210,6 +218,7 @@ class SegmentWriter:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        stand_back()
         try:
             while (item := self._queue.get()) is not None and not self._stop:
                 source, size, job = item
