@@ -124,7 +124,7 @@ FLAGS = (
          "auto: lossless, by element type; zstd: plain; raw: none.", _one_of("auto", "zstd", "raw")),
     Flag("threads", "N", "auto", "auto, or a whole number >= 1", "Worker threads per rank.", _count(1, None)),
     Flag("min_tokens", "N", "auto", "auto, or a whole number >= 0",
-         "Shortest prefix worth saving and restoring; 0: everything.", _count(0, 0)),
+         "Shortest prefix worth saving and restoring; auto: break-even; 0: everything.", _count(0, None)),
     Flag("hottest", "P%", "100", "a share above 0 and up to 100, such as 25%",
          "Share of the tree to save, most recently used paths first.", _percent),
     Flag("on_flush", "W", "keep", "keep or drop", "What a cache flush means for the store.", _one_of("keep", "drop")),
@@ -146,7 +146,8 @@ class Settings:
     min_free: Size
     compression: str
     threads: int
-    min_tokens: int
+    #: None: those that load faster than they are computed.
+    min_tokens: int | None
     hottest: float
     on_flush: str
 

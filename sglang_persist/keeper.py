@@ -17,7 +17,8 @@ from sglang_persist.errors import FormatError, StoreBusy, StoreError, StoreFull
 from sglang_persist.format.codec import Codec, choose
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.log import logger
-from sglang_persist.model import Identity, Manifest, Pool, SegmentRef
+from sglang_persist.model import Identity, Manifest, Pool, Rates, SegmentRef
+from sglang_persist.plan.breakeven import least_tokens
 from sglang_persist.plan.fitting import newest_part
 from sglang_persist.plan.rewriting import plan_merge, plan_reclaim
 from sglang_persist.plan.saving import Settled
@@ -88,10 +89,12 @@ class Ready:
 
 
 class Keeper:
-    """Every method but `expected_page_bytes` and `record_pages` reads or changes files: they run through `Home.run`."""
+    """Every method that does not only decide reads or changes files: they run through `Home.run`."""
 
     def __init__(self, home: Home, shape: Shape, settings):
         self.home, self.shape, self.settings = home, shape, settings
+        #: What was measured in this process or, until then, by those before it.
+        self.rates = Rates()
 
     # -------------------------------------------------------------------------------------------- decide
 
@@ -106,6 +109,15 @@ class Keeper:
         elif all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers):
             size = raw * 3 / 4
         return size + 16 + 8 * self.shape.page_tokens  # and its hash and token ids
+
+    def least_tokens(self) -> int:
+        """The shortest path to save or restore: what the operator said, else break-even."""
+        settings = self.settings
+        if settings.min_tokens is not None:
+            return settings.min_tokens
+        # Ranks measure each for itself, and would choose differently.
+        alone = len(self.shape.shards) == 1
+        return least_tokens(self.rates) if alone and settings.hottest >= 1 else 0
 
     def record_pages(self, budget: Budget) -> int:
         page_bytes = max(1, self.shape.pools[0].bytes(1, self.shape.page_tokens))
@@ -259,6 +271,7 @@ class Keeper:
             raw_bytes=sum(n.pages for n in settled.nodes) * shape.pools[0].bytes(1, shape.page_tokens),
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
+            rates=self.rates,
         )
         size = commit(home.fs, home.path, manifest, again)
         # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.

@@ -81,6 +81,16 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What was measured on a store and a model: tokens a second that a restore loads and that the engine computes, and
+    the seconds that a restore takes for each path beside its tokens. 0: not measured yet."""
+
+    load: float = 0.0
+    path_seconds: float = 0.0
+    prefill: float = 0.0
+
+
+@dataclass(frozen=True)
 class Node:
     """A node of a stored tree. `parent` is an index into the same list, -1 for the root; parents come first."""
 
@@ -119,3 +129,4 @@ class Manifest:
     raw_bytes: int
     stored_bytes: int
     left_out_tokens: int = 0
+    rates: Rates = Rates()

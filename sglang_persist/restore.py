@@ -44,6 +44,10 @@ class RestoreResult:
     total_tokens: int = 0
     refused: Counter = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    #: Seconds that bytes took, and nodes; how many of these.
+    load_seconds: float = 0.0
+    insert_seconds: float = 0.0
+    nodes: int = 0
     #: Over the inserted nodes in order: ranks with equal digests have equal trees.
     digest: Any = field(default_factory=hashlib.sha256)
     #: What was not loaded in time, or not to be waited for, and can go on while the engine serves.
@@ -103,10 +107,12 @@ class _Filling:
 
 
 def restore(
-    tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult, go_on: bool = False
-) -> Iterator[None]:
+    tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult, go_on: bool = False,
+    least_tokens: int = 0,
+) -> Iterator[None]:  # fmt: skip
     """Fill an empty tree from `home.manifest` and `home.fuller`, in slices. Past `deadline` (monotonic), what is loaded
-    is inserted. The rest is left out, or, with `go_on`, left in `result.rest`.
+    is inserted. The rest is left out, or, with `go_on`, left in `result.rest`. Paths of less than `least_tokens` are
+    not worth it.
 
     Fills in `result`; whatever is wrong with the store costs nodes there, never an exception. Raises TimeoutError where
     not even the indexes could be read in time.
@@ -122,7 +128,7 @@ def restore(
             whole, ends = union(home.manifest, home.fuller, home.segments)
             result.total_tokens = max(result.total_tokens, whole.tokens)
             resolved = resolve(whole, home.segments)
-        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, settings.min_tokens, ends)
+        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, least_tokens, ends)
         result.refused += plan.refused
         if plan.nodes and go_on and settings.restore == "background":
             result.rest = Rest(resolved, plan.chosen, dict(home.segments), opened, {})
@@ -155,10 +161,15 @@ def _late(f: _Filling) -> list[int]:
 
 def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
     """Bytes, then nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
+    result, began = filling.result, time.monotonic()
     try:
         yield from _load(tree, pages, filling, threads, reads)
+        pages.settle()
+        loaded = time.monotonic()
         filling.late = _late(filling)
         _insert(tree, pages, home, filling)
+        result.load_seconds, result.insert_seconds = loaded - began, time.monotonic() - loaded
+        result.nodes = len(filling.inserted)
     finally:
         for i, runs in filling.at.items():
             if i not in filling.inserted:

@@ -47,7 +47,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     ready = yield from _finish(home.run(lambda: keeper.prepare(request)))
     request, budget = ready.request, ready.budget
     live = yield from tree.scan(at_once=request.last)
-    nodes = select(live, settings.hottest, settings.min_tokens)
+    nodes = select(live, settings.hottest, keeper.least_tokens())
     plan = yield from _plan(tree, keeper, nodes, budget)
     room = budget.room_for_one
     # An emptied tree must not stand above the last one that held something.

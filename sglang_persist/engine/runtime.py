@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.runtime_context import get_memory, get_parallel
 
@@ -20,12 +20,14 @@ from sglang_persist.bounded import within
 from sglang_persist.config import Settings
 from sglang_persist.engine import identity, ranks
 from sglang_persist.engine.pages import KvPages
+from sglang_persist.engine.prefill import PrefillRate
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
-from sglang_persist.model import Identity
+from sglang_persist.model import Identity, Rates
+from sglang_persist.plan import breakeven
 from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
 from sglang_persist.save import SaveResult, save
 from sglang_persist.store import attempts, names, shard, verify
@@ -84,6 +86,8 @@ class Persistence:
         self._failures, self._last_error = 0, None
         self._store_bytes = 0
         self._passed: list[Exception] = []
+        self._prefill = PrefillRate(bool(getattr(scheduler, "enable_overlap", False)))
+        self._said_slow = False
         self._background_began = self._background_moved = self._last_tick = 0.0
 
     # ------------------------------------------------------------------------------------------- start
@@ -221,9 +225,14 @@ class Persistence:
         alone = len(self.shards) == 1
         completed = False
         try:
-            for _ in restore(self.tree, self.pages, home, self.settings, deadline, self.restored, go_on=alone):
+            self.keeper.rates = home.manifest.rates
+            work = restore(
+                self.tree, self.pages, home, self.settings, deadline, self.restored, go_on=alone,
+                least_tokens=self.keeper.least_tokens(),
+            )  # fmt: skip
+            for _ in work:
                 pass
-            self.pages.settle()
+            self._measure()
             completed = self.restored.rest is None
         finally:
             if self.restored.rest is None:
@@ -242,6 +251,23 @@ class Persistence:
             self._background = Background(self.tree, self.pages, home, self.restored.rest, self.settings.threads)
             self._background_began = self._background_moved = time.monotonic()
             logger.info("%d tokens are restored in the background", self._background.left)
+
+    def _measure(self) -> None:
+        """What is known of loading against computing goes into the next manifests."""
+        found, rates = self.restored, self.keeper.rates
+        if found.load_seconds > 0 and found.tokens >= breakeven.LEAST_LOADED:
+            path = found.insert_seconds / max(1, found.nodes)
+            rates = replace(rates, load=found.tokens / found.load_seconds, path_seconds=path)
+            found.load_seconds = 0.0
+        if self._prefill.tokens >= breakeven.LEAST_PREFILLED:
+            rates = replace(rates, prefill=self._prefill.rate)
+        self.keeper.rates = rates
+        if breakeven.loads_slower(rates) and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "loading (%.0f tokens/s) is slower than computing (%.0f tokens/s): prefixes of less than %d tokens are "
+                "not kept", rates.load, rates.prefill, breakeven.LIMIT,
+            )  # fmt: skip
 
     def _restored(self) -> None:
         self.restore_state = "done"
@@ -325,6 +351,7 @@ class Persistence:
 
     def tick(self) -> None:
         """After every intake of requests: a bounded slice of the running snapshot, else of the restore that goes on."""
+        self._prefill.seen(getattr(self.scheduler, "last_batch", None), time.monotonic())
         if self._job is None and self._queue and not self.why_off and not self._paused:
             self._begin(self._queue.pop(0))
         if self._job is None and self._background is None:
@@ -384,6 +411,7 @@ class Persistence:
         )  # fmt: skip
 
     def _begin(self, command: PersistCommand, deadline: float | None = None, last: bool = False) -> None:
+        self._measure()
         self._command = command
         self._generation = max(self._generation, command.generation)
         request = SaveRequest(command.generation, command.reason, deadline, last)
@@ -530,6 +558,7 @@ class Persistence:
             passed = time.monotonic() - self._background_began
             seconds += passed
             rate = background.tokens / passed if passed > 0 else None
+        rates = self.keeper.rates if self.keeper else Rates()
         return {
             "enabled": self.why_off is None,
             "why_off": self.why_off,
@@ -560,6 +589,13 @@ class Persistence:
                 "last_error": self._last_error,
             },
             "store": {"bytes": self._store_bytes, "budget_bytes": self._budget},
+            "break_even": {
+                "rule": "a path of n tokens is kept where seconds_per_path + n / load < n / prefill",
+                "load_tokens_per_second": round(rates.load) or None,
+                "seconds_per_path": rates.path_seconds or None,
+                "prefill_tokens_per_second": round(self._prefill.rate or rates.prefill) or None,
+                "least_tokens": self.keeper.least_tokens() if self.keeper else None,
+            },
         }
 
 

@@ -6,14 +6,14 @@ fixed header (magic, version, sizes, digest, checksum) | body (a checked msgpack
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import pairwise
 
 import numpy as np
 
 from sglang_persist.errors import LimitExceeded, Malformed
 from sglang_persist.format import envelope, limits
-from sglang_persist.model import Identity, Manifest, Node, Piece, SegmentRef
+from sglang_persist.model import Identity, Manifest, Node, Piece, Rates, SegmentRef
 
 MAJOR, MINOR = 1, 0
 MAGIC = b"\x89KVMAN\r\n"
@@ -54,6 +54,7 @@ def _body(m: Manifest) -> dict:
         "raw_bytes": m.raw_bytes,
         "stored_bytes": m.stored_bytes,
         "left_out_tokens": m.left_out_tokens,
+        "rates": asdict(m.rates),
     }
 
 
@@ -99,7 +100,16 @@ def _from_body(body: dict, with_nodes: bool) -> Manifest:
         spaces=spaces,
         segments=segments,
         nodes=nodes,
+        rates=_rates(body),
     )
+
+
+def _rates(body: dict) -> Rates:
+    """Measurements, which a manifest may do without. One that makes no sense counts as not there."""
+    found = envelope.field(body, "rates", dict) if "rates" in body else {}
+    values = {f.name: found.get(f.name, 0.0) for f in fields(Rates)}
+    sane = all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in values.values())
+    return Rates(**{name: float(v) for name, v in values.items()}) if sane else Rates()
 
 
 def _is_json(value) -> bool:

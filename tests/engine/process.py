@@ -37,6 +37,7 @@ class Process:
             enable_lora=False,
             collect_inflight_reqs=list,
             chunked_req=None,
+            last_batch=None,
             is_fully_idle=lambda: True,
             idle_sleeper=True,  # a pass waits inside its slice instead of being called again at once
         )

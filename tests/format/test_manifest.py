@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tracemalloc
+from dataclasses import replace
 
 import builders
 import numpy as np
@@ -24,7 +25,7 @@ from sglang_persist.errors import (
     Truncated,
 )
 from sglang_persist.format import codec, limits, manifest
-from sglang_persist.model import Buffer, Identity, Manifest, Node, Piece, Pool, SegmentRef, Space
+from sglang_persist.model import Buffer, Identity, Manifest, Node, Piece, Pool, Rates, SegmentRef, Space
 from sglang_persist.plan.loading import node_tokens, plan_restore, resolve
 from sglang_persist.store import names
 
@@ -286,7 +287,8 @@ BODY = {
     "pieces without nodes": (
         both(*(member(n, b"") for n in ("node_parent", "node_space", "node_pages"))), Malformed, "not there",
     ),
-    **{f"{name} missing": (lambda b, n=name: b.pop(n), Malformed, f"'{name}'") for name in manifest_body(SMALL)},
+    **{f"{name} missing": (lambda b, n=name: b.pop(n), Malformed, f"'{name}'") for name in manifest_body(SMALL)
+       if name != "rates"},
     **{f"{name} a text": (member(name, "x"), Malformed, f"'{name}'") for name in (*COLUMNS, *NUMBERS, "created")},
     **{f"{name} a bool": (member(name, True), Malformed, f"'{name}'") for name in NUMBERS},
     **{f"{name} torn": (lambda b, n=name: b.update({n: b[n] + b"\0"}), Malformed, f"'{name}'")
@@ -441,3 +443,14 @@ def test_only_format_errors_escape_from_arbitrary_bytes(data):
     for bad in (data, SMALL[: manifest.HEADER_BYTES] + data, with_body_bytes(SMALL, data, len(data) * 3)):
         with pytest.raises(FormatError):
             manifest.decode(bad)
+
+
+@pytest.mark.parametrize("rates", [{}, {"load": -1.0}, {"load": float("inf")}, {"prefill": float("nan")}, {"load": ""}])
+def test_rates_that_are_absent_or_senseless_count_as_not_measured(rates):
+    assert manifest.decode(edit_manifest(SMALL, member("rates", rates))).rates == Rates()
+    assert manifest.decode(edit_manifest(SMALL, lambda b: b.pop("rates"))).rates == Rates()
+
+
+def test_rates_come_back():
+    m = replace(builders.small_manifest(), rates=Rates(1e6, 0.25e-3, 4000.0))
+    assert manifest.decode(manifest.encode(m)).rates == m.rates

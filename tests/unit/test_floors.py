@@ -27,7 +27,7 @@ FLOORS = (
     ("format/segment.py", "format/manifest.py", "format/weights.py"),
     ("fs.py",),
     ("plan/tree.py",),
-    ("plan/paths.py",),
+    ("plan/paths.py", "plan/breakeven.py"),
     ("plan/saving.py", "plan/loading.py", "plan/rewriting.py"),
     ("plan/fitting.py", "plan/union.py"),
     ("store/names.py",),
