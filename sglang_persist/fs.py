@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_persist.errors import StoreBusy, from_os_error
 
 DIR_MODE, FILE_MODE = 0o700, 0o600
@@ -89,6 +91,17 @@ class ReadFile:
                 chunks.append(chunk)
                 offset, size = offset + len(chunk), size - len(chunk)
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def read_into(self, offset: int, out: np.ndarray) -> int:
+        """Fill `out` (uint8, contiguous) from `offset`: how many bytes there were, fewer where the file ends."""
+        view, got = memoryview(out), 0
+        with _place(self.path):
+            while got < len(view):
+                count = os.preadv(self._fd, [view[got : got + (1 << 30)]], offset + got)
+                if not count:
+                    break
+                got += count
+        return got
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

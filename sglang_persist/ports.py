@@ -62,6 +62,9 @@ class Gathered(Protocol):
     def arrived(self) -> object:
         """Returns once `raw` holds them. From any thread, letting others run meanwhile."""
 
+    def done(self) -> object:
+        """Nobody looks at `raw` any more: its memory may be used again. From any thread."""
+
 
 class Pages(Protocol):
     """The KV pools and their allocator."""

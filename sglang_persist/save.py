@@ -149,7 +149,7 @@ def _write(
         count, found = _gather(tree, pages, plan.nodes, record)
         kept.append(count)
         if count:
-            writer.submit(record.key.first_pages(count, tree.page_tokens), found.raw, found.arrived)
+            writer.submit(record.key.first_pages(count, tree.page_tokens), found.raw, found.arrived, found.done)
         yield None
     return kept
 

@@ -121,10 +121,9 @@ def build_segment(
     for ordinal, (key, raw) in enumerate(records):
         pool = pools[key.pool]
         encoded = encode_record(setting, pool, pool.rows(key.pages, page_tokens), raw)
-        checksum = segment.record_checksum(segment_id, ordinal, encoded.chunks)
+        checksum = segment.record_checksum(segment_id, ordinal, [encoded.data])
         index.add(key, len(header) + len(payload), encoded.stored_bytes, checksum, encoded.parts)
-        for chunk in encoded.chunks:
-            payload += chunk
+        payload += encoded.data.tobytes()
     stored, raw_bytes, digest = envelope.seal(index.body())
     trailer = Trailer(len(header) + len(payload), len(stored), raw_bytes, index.records, digest)
     return header + bytes(payload) + stored + segment.encode_trailer(header, trailer)
@@ -277,6 +276,11 @@ class BytesFile:
 
     def read(self, offset: int, size: int) -> bytes:
         return self._data[offset : offset + size]
+
+    def read_into(self, offset: int, out: np.ndarray) -> int:
+        found = self._data[offset : offset + len(out)]
+        out[: len(found)] = np.frombuffer(found, np.uint8)
+        return len(found)
 
     def close(self) -> None:
         pass

@@ -155,7 +155,7 @@ def codec_case(tokens: int, real_data: bool, times: int) -> dict:
     size = sum(r.nbytes for r in records)
     encoded = [encode_record("auto", pool, RECORD, r) for r in records]
     packed = [zstandard.ZstdCompressor(level=1).compress(r) for r in records]
-    files = [b"".join(bytes(c) for c in e.chunks) for e in encoded]
+    files = [e.data.tobytes() for e in encoded]
 
     def each(work, threads: int):
         def run():

@@ -15,6 +15,7 @@ import torch
 
 from sglang_persist.errors import Unsupported
 from sglang_persist.model import Buffer, Pool
+from sglang_persist.spare import Spare
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class KvPages:
         self._buffers = [_rows(tensor) for _, tensor in named]
         device = named[0][1].device
         self._device = None if device.type == "cpu" else Device(device, forward)
+        self._spare = Spare()
         # Stored as bytes where the pool does so (fp8): the logical type says how they compress and what they are.
         dtype = str(pool.dtype).removeprefix("torch.")
         self.pools = (
@@ -93,9 +95,9 @@ class KvPages:
         size = self.pools[pool].bytes(len(index), 1)
         if self._device is not None:
             return self._device.read(self._buffers, index, size)
-        out = torch.empty(size, dtype=torch.uint8)
-        _select(self._buffers, index.to(torch.int64), out)
-        return Gathered(out)
+        out = self._spare.take(size)
+        _select(self._buffers, index.to(torch.int64), torch.from_numpy(out))
+        return Gathered(out, spare=self._spare)
 
     def size(self) -> int:
         return int(self._allocator.size)
@@ -133,15 +135,18 @@ class KvPages:
 
 
 class Gathered:
-    """`ports.Gathered`. Holds the memory of `raw`."""
+    """`ports.Gathered`."""
 
-    def __init__(self, memory: torch.Tensor, event=None):
-        self._memory, self._event = memory, event
-        self.raw = memory.numpy()
+    def __init__(self, raw: np.ndarray, event=None, spare: Spare | None = None):
+        self.raw, self._event, self._spare = raw, event, spare
 
     def arrived(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    def done(self) -> None:
+        if self._spare is not None:
+            self._spare.give(self.raw)
 
 
 class Device:
@@ -182,7 +187,7 @@ class Device:
             out.copy_(ours, non_blocking=True)
             arrived = self._module.Event()
             arrived.record(self._stream)
-        return Gathered(out, arrived)
+        return Gathered(out.numpy(), arrived)
 
     def write(self, buffers: list[torch.Tensor], slots: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
         # A slot that is free by now may still be written to by a forward pass that was under way.

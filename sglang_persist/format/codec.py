@@ -55,25 +55,45 @@ def choose(setting: str, dtype: str) -> Codec:
     return Codec.ZSTD
 
 
-def encode(codec: Codec, raw: np.ndarray) -> tuple[Codec, int, list[bytes | memoryview]]:
-    """`raw` (uint8, contiguous) as (codec used, bytes of the leading zstd frame, chunks to write).
+def _scratch(name: str, dtype: str, size: int) -> np.ndarray:
+    """Memory of this thread for what lies between, which is the same again and again: fresh memory is paid for page by
+    page when it is first written to."""
+    found = getattr(_local, name, None)
+    if found is None or len(found) < size:
+        found = np.empty(size, dtype)
+        setattr(_local, name, found)
+    return found[:size]
 
-    Bytes that do not shrink come back raw, so that a store is never larger than what it holds.
+
+def encode(codec: Codec, raw: np.ndarray, out: np.ndarray) -> tuple[Codec, int, int]:
+    """`raw` (uint8, contiguous) into the beginning of `out` (uint8, at least as long): (codec used, bytes of the
+    leading zstd frame, bytes in all).
+
+    Bytes that do not shrink stay raw, so that a store is never larger than what it holds.
     """
     if codec is Codec.ROT16 and raw.nbytes % 2 == 0:
         words = raw.view("<u2")
-        exponents = np.right_shift(words, 7).astype(np.uint8)
-        rest = np.right_shift(words, 8)
-        rest &= 0x80
-        rest |= words & 0x7F
+        wide, exponents = _scratch("wide", "<u2", words.size), _scratch("exponents", "u1", words.size)
+        np.right_shift(words, 7, out=wide)
+        np.copyto(exponents, wide, casting="unsafe")
         frame = _compress("huffman", exponents)
         if len(frame) < exponents.nbytes:
-            return Codec.ROT16, len(frame), [frame, rest.astype(np.uint8).data]
+            size = len(frame) + words.size
+            out[: len(frame)] = np.frombuffer(frame, np.uint8)
+            # Bit 7 from bit 15, the others as they are.
+            np.right_shift(words, 8, out=wide)
+            np.bitwise_xor(wide, words, out=wide)
+            np.bitwise_and(wide, 0x80, out=wide)
+            np.bitwise_xor(wide, words, out=wide)
+            np.copyto(out[len(frame) : size], wide, casting="unsafe")
+            return Codec.ROT16, len(frame), size
     elif codec is not Codec.RAW:
         frame = _compress("plain", raw)
         if len(frame) < raw.nbytes:
-            return Codec.ZSTD, len(frame), [frame]
-    return Codec.RAW, 0, [raw.data]
+            out[: len(frame)] = np.frombuffer(frame, np.uint8)
+            return Codec.ZSTD, len(frame), len(frame)
+    out[: raw.nbytes] = raw
+    return Codec.RAW, 0, raw.nbytes
 
 
 def _inflate(frame, size: int) -> bytes:
@@ -103,10 +123,11 @@ def decode(codec: int, frame_bytes: int, stored: memoryview, out: np.ndarray) ->
         words = out.view("<u2")
         exponents = np.frombuffer(_inflate(stored[:frame_bytes], words.size), np.uint8)
         # Sign extension puts the sign into bit 15 and the mantissa into bits 0-6 in one step.
-        rest = np.frombuffer(stored[frame_bytes:], np.int8).astype(np.int16).view(np.uint16)
-        rest &= 0x807F
+        wide = _scratch("wide", "<u2", words.size)
+        np.copyto(wide.view(np.int16), np.frombuffer(stored[frame_bytes:], np.int8))
+        np.bitwise_and(wide, 0x807F, out=wide)
         np.left_shift(exponents, 7, out=words, dtype=np.uint16)
-        words |= rest
+        np.bitwise_or(words, wide, out=words)
     else:
         raise Malformed(f"codec {codec} is not known")
 

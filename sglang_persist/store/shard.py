@@ -26,6 +26,7 @@ from sglang_persist.format import codec, limits, manifest, segment
 from sglang_persist.format.segment import Part, SegmentIndex
 from sglang_persist.fs import FileSystem, ReadFile
 from sglang_persist.model import Manifest, Pool, SegmentRef
+from sglang_persist.spare import Spare
 from sglang_persist.store import names
 
 T = TypeVar("T")
@@ -154,17 +155,19 @@ class Segment:
 
     def __init__(self, file: ReadFile, index: SegmentIndex):
         self._file, self.index, self.path = file, index, file.path
+        self._spare = Spare()
 
-    def read(self, record: int) -> bytes:
-        """A record's stored bytes. Raises ChecksumMismatch or Truncated."""
-        index = self.index
-        offset, size = int(index.offset[record]), int(index.stored[record])
-        data = self._file.read(offset, size)
-        if len(data) != size:
+    def read(self, record: int) -> np.ndarray:
+        """A record's stored bytes, uint8. Raises ChecksumMismatch or Truncated."""
+        return self._read(record, np.empty(int(self.index.stored[record]), np.uint8))
+
+    def _read(self, record: int, out: np.ndarray) -> np.ndarray:
+        index, offset = self.index, int(self.index.offset[record])
+        if self._file.read_into(offset, out) != len(out):
             raise Truncated(f"record {record} ends early", self.path, offset)
-        if segment.record_checksum(index.id, record, [data]) != int(index.checksum[record]):
+        if segment.record_checksum(index.id, record, [out]) != int(index.checksum[record]):
             raise ChecksumMismatch(f"record {record} does not match its checksum", self.path, offset)
-        return data
+        return out
 
     def load(self, record: int) -> np.ndarray:
         """A record's KV bytes, checked and decoded: buffer after buffer, rows of consecutive slots in each."""
@@ -178,14 +181,16 @@ class Segment:
 
         Raises FormatError and StoreError; the targets hold anything then.
         """
-        data, index = memoryview(self.read(record)), self.index
+        index = self.index
+        data = self._read(record, self._spare.take(int(index.stored[record])))
         pool = index.pools[index.pool[record]]
         rows = pool.rows(int(index.pages[record]), index.page_tokens)
         try:
             with gate:
-                decode_record(pool, rows, index.record_parts(record), data, targets)
+                decode_record(pool, rows, index.record_parts(record), memoryview(data), targets)
         except FormatError as error:
             raise error.at(self.path, int(index.offset[record])) from None
+        self._spare.give(data)
 
     def close(self) -> None:
         self._file.close()

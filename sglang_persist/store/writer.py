@@ -23,41 +23,40 @@ from sglang_persist.format import codec, envelope, manifest, segment
 from sglang_persist.format.segment import IndexBuilder, Part, RecordKey, SegmentIndex
 from sglang_persist.fs import FileSystem, NewFile
 from sglang_persist.model import Manifest, Pool
+from sglang_persist.spare import Spare
 from sglang_persist.store import names
 from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.workers import stand_back, workers
 
 #: Buffers of a record are coded together until they reach this size: smaller frames decode slower and shrink less.
 PART_BYTES = 64 << 10
-PENDING_BYTES = 96 << 20
+PENDING_BYTES = 64 << 20
 SEGMENT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Encoded:
     parts: list[Part]
-    chunks: list
-    stored_bytes: int
+    data: np.ndarray | bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return len(self.data)
 
 
-def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encoded:
-    """A record's KV bytes as parts of at least PART_BYTES (the last may be smaller), one codec each."""
-    parts, chunks, at, first = [], [], 0, 0
+def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray, out: np.ndarray | None = None) -> Encoded:
+    """A record's KV bytes as parts of at least PART_BYTES (the last may be smaller), one codec each, in `out`."""
+    out = np.empty(raw.nbytes, np.uint8) if out is None else out
+    parts, at, first, stored = [], 0, 0, 0
     while first < len(pool.buffers):
         dtype, count, size = pool.buffers[first].dtype, 0, 0
         while first + count < len(pool.buffers) and size < PART_BYTES and pool.buffers[first + count].dtype == dtype:
             size += rows * pool.buffers[first + count].row_bytes
             count += 1
-        used, frame_bytes, out = codec.encode(codec.choose(setting, dtype), raw[at : at + size])
-        parts.append(Part(int(used), first, count, sum(len(c) for c in out), frame_bytes))
-        chunks += out
-        first, at = first + count, at + size
-    return Encoded(parts, chunks, sum(p.stored_bytes for p in parts))
-
-
-def _encode_arrived(arrived: Callable[[], object], setting: str, pool: Pool, rows: int, raw: np.ndarray) -> Encoded:
-    arrived()
-    return encode_record(setting, pool, rows, raw)
+        used, frame_bytes, took = codec.encode(codec.choose(setting, dtype), raw[at : at + size], out[stored:])
+        parts.append(Part(int(used), first, count, took, frame_bytes))
+        first, at, stored = first + count, at + size, stored + took
+    return Encoded(parts, out[:stored])
 
 
 def least_segment_bytes(pools: tuple[Pool, ...], page_tokens: int) -> int:
@@ -88,9 +87,8 @@ class _OpenSegment:
 
     def add(self, source: RecordKey | tuple[SegmentIndex, int], encoded: Encoded) -> int:
         offset = self.file.bytes
-        for chunk in encoded.chunks:
-            self.file.write(chunk)
-        checksum = segment.record_checksum(self.id, self.index.records, encoded.chunks)
+        self.file.write(encoded.data)
+        checksum = segment.record_checksum(self.id, self.index.records, [encoded.data])
         if isinstance(source, RecordKey):
             return self.index.add(source, offset, encoded.stored_bytes, checksum, encoded.parts)
         return self.index.copy(*source, offset, encoded.stored_bytes, checksum)
@@ -141,6 +139,7 @@ class SegmentWriter:
         self._encoders = workers(threads, "persist-encode")
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
+        self._spare = Spare()
         self._pending = self._owed = 0
         #: Bytes of segments so far; of the open one at most, once it is sealed.
         self.written = 0
@@ -175,9 +174,11 @@ class SegmentWriter:
             key.pages, len(key.tokens), len(pool.buffers)
         )
 
-    def submit(self, key: RecordKey, raw: np.ndarray, arrived: Callable[[], object] = bool) -> None:
-        """Queue one record. `raw` must not change any more once `arrived`, called by a worker before it looks there,
-        has returned. Raises what stopped the writer, if something did."""
+    def submit(
+        self, key: RecordKey, raw: np.ndarray, arrived: Callable[[], object] = bool, done: Callable[[], object] = bool
+    ) -> None:
+        """Queue one record. `raw` does not change between the return of `arrived` and the call of `done`, which a
+        worker makes before and after it looks there. Raises what stopped the writer, if something did."""
         if self.sealed.done():
             self.sealed.result()
         with self._room:
@@ -186,11 +187,17 @@ class SegmentWriter:
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
         try:
-            job = self._encoders.submit(_encode_arrived, arrived, self._setting, pool, rows, raw)
+            job = self._encoders.submit(self._encode, pool, rows, raw, arrived, done)
         except RuntimeError:  # the writer has stopped since we looked
             self.sealed.result()
             raise
         self._queue.put((key, raw.nbytes, job))
+
+    def _encode(self, pool: Pool, rows: int, raw: np.ndarray, arrived, done) -> Encoded:
+        arrived()
+        encoded = encode_record(self._setting, pool, rows, raw, self._spare.take(raw.nbytes))
+        done()
+        return encoded
 
     def copy(self, index: SegmentIndex, record: int, stored: bytes) -> None:
         """Queue a record of an older segment, coded as it is. Waits for room: not for the scheduler's thread."""
@@ -201,7 +208,7 @@ class SegmentWriter:
         with self._room:
             self._pending += len(stored)
         job: Future = Future()
-        job.set_result(Encoded([], [stored], len(stored)))
+        job.set_result(Encoded([], stored))
         self._queue.put(((index, record), len(stored), job))
 
     def seal(self) -> Future:
@@ -228,6 +235,8 @@ class SegmentWriter:
                 if self._open is None:
                     self._open = self._new()
                 self.placed.append((self._open.id, self._open.add(source, encoded)))
+                if isinstance(encoded.data, np.ndarray):
+                    self._spare.give(encoded.data)
                 with self._room:
                     self.written = sum(i.file_bytes for i in self.indexes) + self._open.bytes
                     self._pending -= size

@@ -18,7 +18,7 @@ FILES = {str(p.relative_to(PACKAGE)): ast.parse(p.read_text()) for p in sorted(P
 
 #: From the ground up. A module imports from floors below its own, and from its own only within one folder.
 FLOORS = (
-    ("errors.py", "log.py", "bounded.py", "workers.py"),
+    ("errors.py", "log.py", "bounded.py", "workers.py", "spare.py"),
     ("config.py",),
     ("model.py",),
     ("format/limits.py",),
