@@ -158,7 +158,7 @@ class Keeper:
         if budget.room < 0 and home.manifest is not None:
             logger.info("%s: %d bytes above the budget; the coldest prefixes go", home.path, -budget.room)
             part = newest_part(home.manifest, home.segments, home.known, budget.cap * TREE_SHARE)
-            if part.nodes:
+            if len(part.nodes):
                 return self.shrink(part, 0)
             if even_the_last:
                 home.drop()
@@ -266,9 +266,9 @@ class Keeper:
             pools=shape.pools,
             spaces=tuple(settled.spaces),
             segments=tuple(SegmentRef(i.id, i.file_bytes, i.index_digest, i.records) for i in named),
-            nodes=tuple(settled.nodes),
+            nodes=settled.nodes,
             tokens=settled.tokens,
-            raw_bytes=sum(n.pages for n in settled.nodes) * shape.pools[0].bytes(1, shape.page_tokens),
+            raw_bytes=int(settled.nodes.pages.sum()) * shape.pools[0].bytes(1, shape.page_tokens),
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
             rates=self.rates,

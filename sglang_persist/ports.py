@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_persist.model import Pool, Space
-from sglang_persist.plan.tree import Content, TreeNode
+from sglang_persist.plan.tree import Content, TreeNode, TreeNodes
 
 #: What a step of a long job waits for, called with a timeout in seconds; None: the step did work of its own.
 Waiting = Callable[[float], object] | None
@@ -22,7 +22,7 @@ class Tree(Protocol):
 
     page_tokens: int
 
-    def scan(self, at_once: bool = False) -> Generator[None, None, list[TreeNode]]:
+    def scan(self, at_once: bool = False) -> Generator[None, None, TreeNodes]:
         """Every node with KV on the device, parents before children, the path that is evicted first before others.
 
         In slices, between which the engine serves: what it adds meanwhile may be missing, a node that it splits may be

@@ -168,6 +168,7 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
         loaded = time.monotonic()
         filling.late = _late(filling)
         _insert(tree, pages, home, filling)
+        home.known = home.known.in_columns()
         result.load_seconds, result.insert_seconds = loaded - began, time.monotonic() - loaded
         result.nodes = len(filling.inserted)
     finally:

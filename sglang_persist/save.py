@@ -15,12 +15,14 @@ from collections.abc import Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang_persist.errors import FormatError, StoreError, StoreFull
 from sglang_persist.keeper import TREE_SHARE, Budget, Keeper, SaveRequest
 from sglang_persist.plan.fitting import fit, new_sizes, restrict
 from sglang_persist.plan.paths import select
 from sglang_persist.plan.saving import RecordPlan, SavePlan, plan_save, settle
-from sglang_persist.plan.tree import TreeNode
+from sglang_persist.plan.tree import TreeNodes
 from sglang_persist.ports import Gathered, Pages, Tree, Waiting
 from sglang_persist.store.writer import SegmentWriter
 
@@ -51,7 +53,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     plan = yield from _plan(tree, keeper, nodes, budget)
     room = budget.room_for_one
     # An emptied tree must not stand above the last one that held something.
-    if nodes and (budget.room < 0 or sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room):
+    if len(nodes) and (budget.room < 0 or sum(new_sizes(plan, keeper.expected_page_bytes())) > budget.room):
         try:
             plan, room = yield from _within_budget(tree, keeper, plan)
         except (StoreError, FormatError):
@@ -59,7 +61,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
             raise
     elif budget.room < 0:
         yield from _finish(home.run(keeper.hold))
-    if not nodes or (not plan.records and ready.complete and (yield from home.is_current(plan))):
+    if not len(nodes) or (not plan.records and ready.complete and (yield from home.is_current(plan))):
         tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None
@@ -70,8 +72,8 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         yield from _finish(writer.seal())
         places = iter(writer.placed)
         settled = yield from settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
-        settled.left_out_tokens += _tokens(nodes) - _tokens(plan.nodes)  # nodes for which the budget has no room
-        if not settled.nodes:  # everything was evicted, or out of time, before it was read
+        settled.left_out_tokens += nodes.tokens - plan.nodes.tokens  # nodes for which the budget has no room
+        if not len(settled.nodes):  # everything was evicted, or out of time, before it was read
             yield from _finish(home.run(home.sweep))
             return SaveResult(home.generation, 0, 0, 0, time.monotonic() - began, settled.left_out_tokens)
         written = list(writer.indexes)
@@ -90,7 +92,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
 
 
 def _plan(
-    tree: Tree, keeper: Keeper, nodes: list[TreeNode], budget: Budget, pages: list[int] | None = None
+    tree: Tree, keeper: Keeper, nodes: TreeNodes, budget: Budget, pages: np.ndarray | None = None
 ) -> Generator[Waiting, None, SavePlan]:
     home = keeper.home
     # A layout that changed without its revision changing must not be mixed with ours.
@@ -121,12 +123,12 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
     wanted, stored = sum(new_sizes(plan, page_bytes)), (yield from settle(plan, []))
     # Where all that is stored is colder, and so is to go, one segment may be written before it does.
     room = budget.room_for_one
-    if wanted > budget.room and stored.nodes:
+    if wanted > budget.room and len(stored.nodes):
         budget = yield from _finish(home.run(lambda: keeper.shrink(stored, wanted)))
         # What is stored of the nodes has moved.
         plan, room = (yield from _plan(tree, keeper, plan.nodes, budget, plan.pages)), budget.room
     plan = restrict(plan, new_sizes(plan, page_bytes), max(0, room), of_new=True)
-    if not plan.nodes:
+    if not len(plan.nodes):
         yield from _finish(home.run(keeper.hold))
         raise StoreFull(f"{home.root}: no room for a page of KV: {budget.cap} bytes for this rank")
     return plan, room
@@ -152,10 +154,6 @@ def _write(
             writer.submit(record.key.first_pages(count, tree.page_tokens), found.raw, found.arrived, found.done)
         yield None
     return kept
-
-
-def _tokens(nodes: list[TreeNode]) -> int:
-    return sum(n.end - n.start for n in nodes)
 
 
 def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, Gathered | None]:

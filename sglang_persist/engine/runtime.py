@@ -152,7 +152,7 @@ class Persistence:
             self.scheduler.tree_cache.reset()
             self.scheduler.token_to_kv_pool_allocator.clear()
             self.tree.watch()
-            self.home.known.clear()
+            self.home.forget_tree()
         self.restored.tokens = 0
 
     def _open(self) -> None:
@@ -515,7 +515,7 @@ class Persistence:
         if self.home is None or self.why_off:
             return
         # On the store's thread: a commit that is under way there would bring back what is cleared here.
-        self.home.run(self.home.known.clear)
+        self.home.run(self.home.forget_tree)
         if self.settings.on_flush == "drop":
             self.home.run(self.home.drop).add_done_callback(self._dropped)
 

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_persist.errors import Unsupported
 from sglang_persist.model import HASH_BYTES, Space
-from sglang_persist.plan.tree import NO_PARENT, Content, TreeNode
+from sglang_persist.plan.tree import NO_PARENT, Content, TreeNode, TreeNodes
 
 FULL = ComponentType.FULL
 _EVERYTHING = 1 << 40
@@ -95,7 +95,7 @@ class LiveTree:
 
     # --------------------------------------------------------------------------------------------- reading
 
-    def nodes(self) -> list[TreeNode]:
+    def nodes(self) -> TreeNodes:
         """`scan`, in one go and in the engine's own order."""
         work = self.scan(at_once=True)
         while True:
@@ -104,7 +104,7 @@ class LiveTree:
             except StopIteration as done:
                 return done.value
 
-    def scan(self, at_once: bool = False) -> Generator[None, None, list[TreeNode]]:
+    def scan(self, at_once: bool = False) -> Generator[None, None, TreeNodes]:
         before = self._inserted
         exact = at_once or before is None or len(before) <= EXACT_LEAVES
         if exact:
@@ -116,7 +116,7 @@ class LiveTree:
             leaves = list(before)
         locked = dict.fromkeys(self._locked())
         leaves = [i for i in leaves if i not in locked] + list(locked)
-        out: list[TreeNode] = []
+        out = array("q")  # id, parent, start, end, again and again
         index: dict[int, int] = {}
         parents: dict[int, int] = {}
         ends = None
@@ -128,15 +128,17 @@ class LiveTree:
                 for path in self._paths(leaves[at : at + STEP_PATHS]):
                     self._add(path, out, index, parents)
             yield None
-            inner = {node.parent for node in out}
-            ends = [node.id for i, node in enumerate(out) if i not in inner]
+            nodes = TreeNodes(*np.array(out, np.int64).reshape(-1, 4).T.copy())
+            leaf = np.ones(len(nodes), bool)
+            leaf[nodes.parent[nodes.parent >= 0]] = False
+            ends = nodes.id[leaf].tolist()
             self._parents = parents
         finally:
             if self._watching and self._inserted is not None:
                 since, self._inserted = self._inserted, dict.fromkeys(before or () if ends is None else ends)
                 for node_id in since:
                     self.inserted(node_id, 0)
-        return out
+        return nodes
 
     def _paths(self, leaves: list[int]) -> Iterable[tuple]:
         try:
@@ -154,7 +156,7 @@ class LiveTree:
                 leaf = self._parents.get(leaf)
         return ()
 
-    def _add(self, path: tuple, out: list[TreeNode], index: dict[int, int], parents: dict[int, int]) -> None:
+    def _add(self, path: tuple, out: array, index: dict[int, int], parents: dict[int, int]) -> None:
         # All nodes of a path have the space of the first. One that is known was shown, so its path is to be.
         if not self._keyed and path and path[0].node_id not in index and self._has_extra_key(path[0].node_id):
             return
@@ -163,9 +165,9 @@ class LiveTree:
                 continue
             if not info.full_value_len:  # from here on only the host has it
                 break
-            index[info.node_id] = len(out)
+            index[info.node_id] = len(index)
             parents[info.node_id] = info.parent_id
-            out.append(TreeNode(info.node_id, index.get(info.parent_id, -1), info.path_start, info.path_end))
+            out.extend((info.node_id, index.get(info.parent_id, -1), info.path_start, info.path_end))
 
     def _has_extra_key(self, node_id: int) -> bool:
         """Whether this node has one, the empty one included."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, fields
-from itertools import pairwise
 
 import numpy as np
 
 from sglang_persist.errors import LimitExceeded, Malformed
 from sglang_persist.format import envelope, limits
-from sglang_persist.model import Identity, Manifest, Node, Piece, Rates, SegmentRef
+from sglang_persist.model import Identity, Manifest, Rates, SegmentRef
+from sglang_persist.nodes import PIECE, NodeTable, Pieces
 
 MAJOR, MINOR = 1, 0
 MAGIC = b"\x89KVMAN\r\n"
@@ -25,16 +25,9 @@ def encode(m: Manifest) -> bytes:
 
 
 def _body(m: Manifest) -> dict:
-    segment_at = {s.id: i for i, s in enumerate(m.segments)}
-    pieces = [(i, *p._replace(segment=segment_at[p.segment])) for i, node in enumerate(m.nodes) for p in node.pieces]
-
-    def table(rows, dtypes, width):
-        columns = list(zip(*rows, strict=True)) or [()] * width
-        return [np.array(c, d).tobytes() for c, d in zip(columns, dtypes, strict=True)]
-
-    parent, space, pages = table(((n.parent, n.space, n.pages) for n in m.nodes), ("<i4", "<u4", "<u4"), 3)
-    names = ("node", "pool", "at", "segment", "record", "first", "pages")
-    dtypes = ("<u4", "<u1", "<u4", "<u4", "<u4", "<u4", "<u4")
+    nodes = NodeTable.of(m.nodes)
+    rows = nodes.pieces.numbered({s.id: i for i, s in enumerate(m.segments)})
+    columns = {n: np.ascontiguousarray(rows[n]).tobytes() for n in PIECE.names}
     return {
         "generation": m.generation,
         "created": m.created,
@@ -46,10 +39,11 @@ def _body(m: Manifest) -> dict:
         "pools": envelope.encode_pools(m.pools),
         "spaces": [envelope.encode_space(s) for s in m.spaces],
         "segments": [[s.id, s.bytes, s.digest, s.records] for s in m.segments],
-        "node_parent": parent,
-        "node_space": space,
-        "node_pages": pages,
-        **{f"piece_{n}": c for n, c in zip(names, table(pieces, dtypes, 7), strict=True)},
+        "node_parent": nodes.parent.astype("<i4").tobytes(),
+        "node_space": nodes.space.astype("<u4").tobytes(),
+        "node_pages": nodes.pages.astype("<u4").tobytes(),
+        "piece_node": nodes.pieces.owner.astype("<u4").tobytes(),
+        **{f"piece_{name}": column for name, column in columns.items()},
         "tokens": m.tokens,
         "raw_bytes": m.raw_bytes,
         "stored_bytes": m.stored_bytes,
@@ -86,7 +80,7 @@ def _from_body(body: dict, with_nodes: bool) -> Manifest:
     created = float(field(body, "created", (int, float)))
     if min(counts.values()) < 0 or not math.isfinite(created):
         raise Malformed("a count is negative, or the time is none")
-    if with_nodes and counts["tokens"] != sum(n.pages for n in nodes) * page_tokens:
+    if with_nodes and counts["tokens"] != int(nodes.pages.sum()) * page_tokens:
         raise Malformed("the number of tokens is not that of the nodes")
     return Manifest(
         **counts,
@@ -151,7 +145,7 @@ def _segments(body: dict) -> tuple[SegmentRef, ...]:
     return tuple(SegmentRef(*row) for row in rows)
 
 
-def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]) -> tuple[Node, ...]:
+def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]) -> NodeTable:
     column = envelope.column
     parent, space = column(body, "node_parent", "<i4"), column(body, "node_space", "<u4")
     pages = column(body, "node_pages", "<u4")
@@ -178,14 +172,8 @@ def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]
         _check_coverage(owner, pool, at, length, pages)
     if n and not total:
         raise Malformed("nodes without pieces")
-    bounds = np.searchsorted(owner, np.arange(n + 1)).tolist()
-    rows = [
-        Piece(p, a, segments[s].id, r, f, c)
-        for p, a, s, r, f, c in zip(*(x.tolist() for x in (pool, at, segment, record, first, length)), strict=True)
-    ]
-    return tuple(
-        Node(*numbers, tuple(rows[low:high]))
-        for numbers, (low, high) in zip(
-            zip(parent.tolist(), space.tolist(), pages.tolist(), strict=True), pairwise(bounds), strict=True
-        )
-    )
+    rows = np.empty(total, PIECE)
+    for name, values in zip(names[1:], pieces[1:], strict=True):
+        rows[name] = values
+    bounds = np.searchsorted(owner, np.arange(n + 1))
+    return NodeTable(parent, space, pages, Pieces([s.id for s in segments], rows, bounds))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Node, Piece, Space
+from sglang_persist.nodes import NodeTable
 from sglang_persist.plan.loading import resolve
 from sglang_persist.plan.paths import choose_paths
-from sglang_persist.plan.saving import RecordPlan, SavePlan, Settled, Source
-from sglang_persist.plan.tree import Known
+from sglang_persist.plan.saving import RecordPlan, SavePlan, Settled, Source, Stored
+from sglang_persist.plan.tree import KnownNodes
 
 
 def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool = False) -> SavePlan:
@@ -18,17 +21,17 @@ def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool =
 
     Of the node in which the room ends, the first pages are kept. `of_new`: sizes are those of new pages alone.
     """
-    choice = choose_paths([n.parent for n in plan.nodes], sizes, budget, partial=True)
-    pages = {i: plan.pages[i] for i in choice.nodes}
+    choice = choose_paths(plan.nodes.parent.tolist(), sizes, budget, partial=True)
+    pages = {i: int(plan.pages[i]) for i in choice.nodes}
     for i, share in choice.cut.items():
         if count := _cut(plan, i, share, of_new):
             pages[i] = count
     index = {old: new for new, old in enumerate(sorted(pages))}
     out = SavePlan(
         plan.page_tokens,
-        [plan.nodes[i]._replace(parent=index.get(plan.nodes[i].parent, -1)) for i in index],
-        [pages[i] for i in index],
-        [_first_pieces(plan.stored[i], pages[i]) for i in index],
+        plan.nodes.take(np.array(list(index), np.int64)),
+        np.array([pages[i] for i in index], np.int64),
+        Stored.of([_first_pieces(plan.stored[i], pages[i]) for i in index]),
         [],
     )
     for record in plan.records:
@@ -52,13 +55,13 @@ def _cut(plan: SavePlan, i: int, share: float, of_new: bool) -> int:
             break
         stored += piece.pages
     if of_new:
-        return stored + int(share * (plan.pages[i] - stored))
-    count = int(share * plan.pages[i])
+        return stored + int(share * (int(plan.pages[i]) - stored))
+    count = int(share * int(plan.pages[i]))
     # Sizes are estimates until they are written: what is stored stays where it was cut, not a page more or less.
     return stored if abs(count - stored) * 10 <= stored else count
 
 
-def _first_pieces(stored: tuple[Space, list[Piece]] | None, pages: int) -> tuple[Space, list[Piece]] | None:
+def _first_pieces(stored: tuple[Space, Sequence[Piece]] | None, pages: int) -> tuple[Space, list[Piece]] | None:
     return stored and (stored[0], [c for p in stored[1] if (c := p.cut(0, pages))])
 
 
@@ -87,7 +90,7 @@ def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: floa
     """The newest paths of a plan that fit into `budget` bytes on disk, what is to be written included. Step by step:
     a record stays for as long as any page of it is used, so without the others each of its pages takes more."""
     before = None
-    while before != (before := plan.pages):
+    while before != (before := plan.pages.tolist()):
         stored = stored_sizes([entry[1] if entry else () for entry in plan.stored], segments)
         sizes = [a + b for a, b in zip(stored, new_sizes(plan, page_bytes), strict=True)]
         plan = restrict(plan, sizes, budget)
@@ -95,7 +98,7 @@ def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: floa
 
 
 def newest_part(
-    m: Manifest, segments: Mapping[bytes, SegmentIndex], known: Mapping[int, Known], budget: float
+    m: Manifest, segments: Mapping[bytes, SegmentIndex], known: KnownNodes, budget: float
 ) -> Settled:
     """The newest paths of a stored tree that fit into `budget` bytes on disk, and what of `known` they still hold."""
     nodes, sound, before = list(m.nodes), resolve(m, segments).sound, None
@@ -114,7 +117,7 @@ def newest_part(
         ]  # fmt: skip
         sound = [True] * len(nodes)
     tokens = sum(n.pages for n in nodes) * m.page_tokens
-    out = Settled(nodes, list(m.spaces), {}, tokens, m.left_out_tokens + m.tokens - tokens)
-    used = out.used()
-    out.known = {i: k for i, k in known.items() if all((p.segment, p.record) in used for p in k.pieces)}
-    return out
+    table = NodeTable.of(nodes)
+    return Settled(
+        table, list(m.spaces), known.within(table.pieces.used()), tokens, m.left_out_tokens + m.tokens - tokens
+    )

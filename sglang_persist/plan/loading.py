@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
 
     A node that fails, or stands below one that does, is refused; its siblings are not concerned.
     """
+    m = replace(m, nodes=tuple(m.nodes))  # each is looked at many times
     out = Resolved(m, [], Counter(), [])
     last_key: list[bytes] = []
     for node in m.nodes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sglang_persist.plan.tree import TreeNode
+import numpy as np
+
+from sglang_persist.plan.tree import TreeNodes
 
 
 class Choice(NamedTuple):
@@ -67,11 +69,22 @@ def choose_paths(
     return Choice(wanted, short - chosen, cut)
 
 
-def select(nodes: Sequence[TreeNode], share: float, min_tokens: int) -> list[TreeNode]:
+def highest_below(parents: np.ndarray, values: Iterable[int]) -> list[int]:
+    """Of each node (parents first), the highest value of it and of all that stands below it."""
+    out, above = list(values), parents.tolist()
+    for i in range(len(out) - 1, -1, -1):
+        parent = above[i]
+        if parent >= 0 and out[parent] < out[i]:
+            out[parent] = out[i]
+    return out
+
+
+def select(nodes: TreeNodes, share: float, min_tokens: int) -> TreeNodes:
     """The part of a live tree that is worth saving: the most recently used paths up to `share` of its tokens."""
-    if share >= 1 and min_tokens <= 0:
-        return list(nodes)
-    sizes = [n.end - n.start for n in nodes]
-    wanted = choose_paths([n.parent for n in nodes], sizes, share * sum(sizes), min_tokens).nodes
-    index = {old: new for new, old in enumerate(sorted(wanted))}
-    return [nodes[old]._replace(parent=index.get(nodes[old].parent, -1)) for old in index]
+    if share < 1:
+        sizes = (nodes.end - nodes.start).tolist()
+        wanted = choose_paths(nodes.parent.tolist(), sizes, share * sum(sizes), min_tokens).nodes
+        return nodes.take(np.array(sorted(wanted), np.int64))
+    if min_tokens > 0:
+        return nodes.take(np.flatnonzero(np.array(highest_below(nodes.parent, nodes.end.tolist())) >= min_tokens))
+    return nodes

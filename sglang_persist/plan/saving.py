@@ -8,13 +8,15 @@ records, packed along a path across node boundaries, so that many short nodes of
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_persist.format.segment import KEY_BYTES, RecordKey, SegmentIndex
-from sglang_persist.model import HASH_BYTES, Node, Piece, Space
-from sglang_persist.plan.tree import Content, Known, TreeNode
+from sglang_persist.model import HASH_BYTES, Piece, Space
+from sglang_persist.nodes import NodeTable, Pieces
+from sglang_persist.plan.paths import highest_below
+from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 
 #: Nodes of one step.
 STEP_NODES = 256
@@ -35,14 +37,43 @@ class RecordPlan:
     sources: list[Source]
 
 
+class Stored(Sequence):
+    """Of each node of a plan: its space and what is stored of it; None where it vanished while it was planned.
+
+    Those that are stored as they are known are rows of `known`; the others have an entry of their own.
+    """
+
+    def __init__(self, known: KnownNodes, rows: np.ndarray):
+        self.known, self.rows = known, rows
+        self.own: dict[int, tuple[Space, Sequence[Piece]] | None] = {}
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[Space, Sequence[Piece]] | None]) -> Stored:
+        out = cls(KnownNodes(), np.full(len(entries), -1, np.int64))
+        out.own = dict(enumerate(entries))
+        return out
+
+    def vanished(self, i: int) -> bool:
+        return self.rows[i] < 0 and self.own[i] is None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[Space, Sequence[Piece]] | None:
+        if not 0 <= i < len(self.rows):
+            raise IndexError(i)
+        if (row := int(self.rows[i])) < 0:
+            return self.own[i]
+        return self.known.spaces[self.known.space[row]], self.known.pieces[row]
+
+
 @dataclass
 class SavePlan:
     page_tokens: int
-    nodes: list[TreeNode]
+    nodes: TreeNodes
     #: Of each node: how many of its pages are to be stored, from its start. Fewer than all where room ends within it.
-    pages: list[int]
-    #: Of each node: its space and what is stored already; None where the node vanished while it was planned.
-    stored: list[tuple[Space, Sequence[Piece]] | None]
+    pages: np.ndarray
+    stored: Stored
     records: list[RecordPlan]
 
     @property
@@ -75,56 +106,55 @@ class _Run:
 
 
 def plan_save(
-    nodes: Sequence[TreeNode],
+    nodes: TreeNodes,
     content: Callable[[int], Content | None],
-    known: Mapping[int, Known],
+    known: KnownNodes,
     segments: Mapping[bytes, SegmentIndex],
     page_tokens: int,
     record_pages: int,
-    pages: Sequence[int] | None = None,
+    pages: np.ndarray | None = None,
 ) -> Generator[None, None, SavePlan]:
     """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to. In steps.
 
     `pages`: how many of each node's, from its start; all of them unless it is given.
     """
-    whole = [(n.end - n.start) // page_tokens for n in nodes]
-    plan = SavePlan(page_tokens, list(nodes), list(whole if pages is None else pages), [], [])
+    pages = (nodes.end - nodes.start) // page_tokens if pages is None else pages
+    rows, end = known.rows(nodes.id), nodes.start + pages * page_tokens
+    if len(known.id):
+        rows[(known.start[rows] != nodes.start) | (known.end[rows] != end)] = -1
+    plan = SavePlan(page_tokens, nodes, pages, stored := Stored(known, rows), [])
+    others = np.flatnonzero(rows < 0).tolist()
+    yield None
     run: _Run | None = None
-    for low in range(0, len(nodes), STEP_NODES):
+    for low in range(0, len(others), STEP_NODES):
         unknown: dict[int, Content] = {}
-        for i, node in enumerate(nodes[low : low + STEP_NODES], low):
-            before, end = known.get(node.id), node.start + plan.pages[i] * page_tokens
-            if node.parent >= 0 and plan.stored[node.parent] is None:
-                plan.stored.append(None)
-            elif before and before.start <= node.start and end <= before.end:
+        for i in others[low : low + STEP_NODES]:
+            node = nodes[i]
+            before = known.get(node.id)
+            if node.parent >= 0 and stored.vanished(node.parent):
+                stored.own[i] = None
+            elif before and before.start <= node.start and end[i] <= before.end:
                 skip = (node.start - before.start) // page_tokens
-                if not skip and end == before.end:
-                    plan.stored.append((before.space, before.pieces))
-                else:
-                    cut = [c for p in before.pieces if (c := p.cut(skip, skip + plan.pages[i]))]
-                    plan.stored.append((before.space, cut))
+                cut = [c for p in before.pieces if (c := p.cut(skip, skip + int(pages[i])))]
+                stored.own[i] = (before.space, cut)
             elif (found := content(node.id)) is None or not found.fits(node):
-                plan.stored.append(None)
+                stored.own[i] = None
             else:
                 unknown[i] = found
-                plan.stored.append((found.space, []))
-                yield None
+                stored.own[i] = (found.space, [])
+            yield None
         # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
         for (i, found), somewhere in zip(unknown.items(), _first_pages(unknown.values(), segments), strict=True):
             if somewhere:
-                pieces = find_pieces(found, nodes[i].start, segments, page_tokens)
-                plan.stored[i] = (found.space, [c for p in pieces if (c := p.cut(0, plan.pages[i]))])
-            run = _pack(plan, run, i, nodes[i], found, plan.stored[i][1], record_pages)
+                pieces = find_pieces(found, int(nodes.start[i]), segments, page_tokens)
+                stored.own[i] = (found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
+            run = _pack(plan, run, i, nodes[i], found, stored.own[i][1], record_pages)
             yield None
-        yield None
     if run:
         plan.records.append(run.plan())
     if plan.records:
         # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
-        newest = list(range(len(nodes)))
-        for i in reversed(range(len(nodes))):
-            if (parent := nodes[i].parent) >= 0 and newest[parent] < newest[i]:
-                newest[parent] = newest[i]
+        newest = highest_below(nodes.parent, range(len(nodes)))
         yield None
         plan.records.sort(key=lambda r: min((-newest[source.node], source.node) for source in r.sources))
     return plan
@@ -134,7 +164,7 @@ def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Con
           record_pages: int) -> _Run | None:  # fmt: skip
     """Add the pages of a node that no piece covers to the open run, closing runs that are full or end elsewhere."""
     page, extra = plan.page_tokens, content.space.extra_tokens
-    for low, high in _gaps(pieces, plan.pages[i]):
+    for low, high in _gaps(pieces, int(plan.pages[i])):
         while low < high:
             if run and not (run.pages < record_pages and _continues(plan, run, i, low)):
                 plan.records.append(run.plan())
@@ -166,7 +196,7 @@ def _continues(plan: SavePlan, run: _Run, i: int, low: int) -> bool:
     if last.node == i:
         return end == low
     parent = plan.nodes[last.node]
-    return low == 0 and plan.nodes[i].parent == last.node and end == (parent.end - parent.start) // plan.page_tokens
+    return low == 0 and plan.nodes.parent[i] == last.node and end == (parent.end - parent.start) // plan.page_tokens
 
 
 def _keys(hashes: bytes) -> np.ndarray:
@@ -228,60 +258,65 @@ def _same(content: Content, start: int, at: int, pages: int, index: SegmentIndex
 class Settled:
     """A plan after its records were written: the nodes that are whole, and what to remember of them."""
 
-    nodes: list[Node]
+    nodes: NodeTable
     spaces: list[Space]
-    known: dict[int, Known]
+    known: KnownNodes
     tokens: int
     left_out_tokens: int
 
     def used(self) -> set[tuple[bytes, int]]:
         """The records that the tree refers to."""
-        return {(p.segment, p.record) for node in self.nodes for p in node.pieces}
+        return self.nodes.pieces.used()
 
     def move(self, places: Mapping[tuple[bytes, int], tuple[bytes, int]]) -> None:
         """Records were rewritten elsewhere: refer to them there."""
-
-        def moved(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-            now = [(p, places.get((p.segment, p.record), (p.segment, p.record))) for p in pieces]
-            return tuple(p._replace(segment=segment, record=record) for p, (segment, record) in now)
-
-        self.nodes = [replace(n, pieces=moved(n.pieces)) for n in self.nodes]
-        self.known = {i: k._replace(pieces=moved(k.pieces)) for i, k in self.known.items()}
+        # What was adopted before refers to where they were, and stays as it is.
+        n, k = self.nodes, self.known
+        pieces = n.pieces.moved(places)
+        self.nodes = NodeTable(n.parent, n.space, n.pages, pieces)
+        of_known = pieces if k.pieces is n.pieces else k.pieces.moved(places)
+        self.known = KnownNodes(k.id, k.start, k.end, k.space, k.spaces, of_known)
 
 
 def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generator[None, None, Settled]:
     """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
     the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed. In steps."""
-    written: dict[int, list[Piece]] = {}
+    stored, nodes, known = plan.stored, plan.nodes, plan.stored.known
+    changed = {i: list(entry[1]) if entry else [] for i, entry in stored.own.items()}
     for record, (segment, ordinal, pages) in zip(plan.records, placed, strict=False):
         first = 0
         for source in record.sources:
             count = min(source.pages, pages - first)
             if count > 0:
                 piece = Piece(0, source.first, segment, ordinal, first, count)
-                written.setdefault(source.node, []).append(piece)
+                changed[source.node].append(piece)
             first += source.pages
-    out = Settled([], [], {}, 0, 0)
-    index: dict[int, int] = {}
-    spaces: dict[Space, int] = {}
-    for i, node in enumerate(plan.nodes):
-        if i % STEP_NODES == 0:
-            yield None
-        entry = plan.stored[i]
-        pages = plan.pages[i]
-        end = node.start + pages * plan.page_tokens
-        pieces = entry[1] if entry else ()
-        if i in written:
-            pieces = sorted([*pieces, *written[i]], key=lambda p: p.at)
-        if sum(p.pages for p in pieces) != pages or (node.parent >= 0 and node.parent not in index):
-            out.left_out_tokens += node.end - node.start
-            continue
-        pieces = tuple(pieces)
-        index[i] = len(out.nodes)
-        space = spaces.setdefault(entry[0], len(spaces))
-        out.nodes.append(Node(index.get(node.parent, -1), space, pages, pieces))
-        out.known[node.id] = Known(node.start, end, entry[0], pieces)
-        out.tokens += end - node.start
-        out.left_out_tokens += node.end - end
-    out.spaces = list(spaces)
-    return out
+    yield None
+    own = Pieces.of([sorted(pieces, key=lambda p: p.at) for pieces in changed.values()])
+    # Of every node its row in what is known, or, behind that, in what is of its own.
+    rows = stored.rows.copy()
+    rows[list(changed)] = len(known.id) + np.arange(len(changed))
+    yield None
+    every = Pieces.join([known.pieces, own])
+    whole = every.pages()[rows] == plan.pages
+    whole[[i for i, entry in stored.own.items() if entry is None]] = False
+    has_parent = nodes.parent >= 0
+    while (lost := whole & has_parent & ~whole[nodes.parent]).any():
+        whole &= ~lost
+    yield None
+    chosen = np.flatnonzero(whole)
+    kept, pages = nodes.take(chosen), plan.pages[chosen]
+    spaces = {space: i for i, space in enumerate(known.spaces)}
+    of_own = [spaces.setdefault(entry[0], len(spaces)) if entry else 0 for entry in stored.own.values()]
+    space = np.concatenate([known.space, np.array(of_own, np.int64)])[rows[chosen]]
+    numbers, firsts, space = np.unique(space, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)  # spaces in the order in which they first appear
+    names, space = list(spaces), np.argsort(order)[space]
+    names = [names[i] for i in numbers[order]]
+    yield None
+    pieces = every.take(rows[chosen])
+    end = kept.start + pages * plan.page_tokens
+    tokens = int(pages.sum()) * plan.page_tokens
+    table = NodeTable(kept.parent.astype(np.int32), space.astype(np.uint32), pages.astype(np.uint32), pieces)
+    remembered = KnownNodes(kept.id, kept.start, end, space, names, pieces)
+    return Settled(table, names, remembered, tokens, nodes.tokens - tokens)

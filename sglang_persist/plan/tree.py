@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_persist.model import HASH_BYTES, Piece, Space
+from sglang_persist.nodes import Pieces
 
 NO_PARENT = bytes(HASH_BYTES)
 
@@ -19,6 +21,36 @@ class TreeNode(NamedTuple):
     parent: int
     start: int
     end: int
+
+
+class TreeNodes(Sequence):
+    """`TreeNode`s, parents first, column by column (int64)."""
+
+    def __init__(self, id: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray):
+        self.id, self.parent, self.start, self.end = id, parent, start, end
+
+    @classmethod
+    def of(cls, nodes: Iterable[TreeNode]) -> TreeNodes:
+        return cls(*np.array(list(nodes), np.int64).reshape(-1, 4).T)
+
+    def take(self, chosen: np.ndarray) -> TreeNodes:
+        """These nodes (rising indexes); a parent that is not among them becomes none."""
+        place = np.full(len(self) + 1, -1, np.int64)  # the last for -1
+        place[chosen] = np.arange(len(chosen))
+        return TreeNodes(self.id[chosen], place[self.parent[chosen]], self.start[chosen], self.end[chosen])
+
+    @property
+    def tokens(self) -> int:
+        return int((self.end - self.start).sum())
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def __getitem__(self, i: int) -> TreeNode:
+        return TreeNode(int(self.id[i]), int(self.parent[i]), int(self.start[i]), int(self.end[i]))
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        return map(TreeNode, *(c.tolist() for c in (self.id, self.parent, self.start, self.end)))
 
 
 @dataclass(frozen=True)
@@ -42,3 +74,85 @@ class Known(NamedTuple):
     end: int
     space: Space
     pieces: tuple[Piece, ...]
+
+
+class KnownNodes:
+    """`Known` by the live node's id: most of them in columns, and those that were added one by one."""
+
+    def __init__(
+        self, id: np.ndarray | None = None, start=None, end=None, space=None, spaces: Sequence[Space] = (),
+        pieces: Pieces | None = None,
+    ):  # fmt: skip
+        none = np.empty(0, np.int64)
+        self.id, self.start, self.end, self.space = (none if c is None else c for c in (id, start, end, space))
+        self.spaces, self.pieces = list(spaces), pieces or Pieces.of([])
+        self._order = np.argsort(self.id)
+        self._more: dict[int, Known] = {}
+
+    @classmethod
+    def of(cls, known: dict[int, Known]) -> KnownNodes:
+        spaces: dict[Space, int] = {}
+        values = list(known.values())
+        return cls(
+            np.fromiter(known, np.int64, len(known)), np.array([k.start for k in values], np.int64),
+            np.array([k.end for k in values], np.int64),
+            np.array([spaces.setdefault(k.space, len(spaces)) for k in values], np.int64), list(spaces),
+            Pieces.of([k.pieces for k in values]),
+        )  # fmt: skip
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Of each id, its row in the columns, or -1: not known, or added since."""
+        if not len(self.id):
+            return np.full(len(ids), -1, np.int64)
+        at = np.minimum(np.searchsorted(self.id, ids, sorter=self._order), len(self.id) - 1)
+        found = np.where(self.id[self._order[at]] == ids, self._order[at], -1)
+        if self._more:
+            found[np.isin(ids, np.fromiter(self._more, np.int64, len(self._more)))] = -1
+        return found
+
+    def row(self, i: int) -> Known:
+        return Known(int(self.start[i]), int(self.end[i]), self.spaces[self.space[i]], self.pieces[i])
+
+    def get(self, node_id: int) -> Known | None:
+        if found := self._more.get(node_id):
+            return found
+        i = int(self.rows(np.array([node_id]))[0])
+        return None if i < 0 else self.row(i)
+
+    def __setitem__(self, node_id: int, known: Known) -> None:
+        self._more[node_id] = known
+
+    def __len__(self) -> int:
+        return len(self.id) + len(self._more)
+
+    def in_columns(self) -> KnownNodes:
+        """The same, with nothing left that was added one by one."""
+        if not self._more:
+            return self
+        ids = self.id[~np.isin(self.id, np.fromiter(self._more, np.int64, len(self._more)))]
+        old, new = self.take(self.rows(ids)) if len(ids) else KnownNodes(), KnownNodes.of(self._more)
+        return KnownNodes(
+            np.concatenate([old.id, new.id]), np.concatenate([old.start, new.start]),
+            np.concatenate([old.end, new.end]), np.concatenate([old.space, new.space + len(old.spaces)]),
+            [*old.spaces, *new.spaces], Pieces.join([old.pieces, new.pieces]),
+        )  # fmt: skip
+
+    def take(self, rows: np.ndarray) -> KnownNodes:
+        return KnownNodes(
+            self.id[rows], self.start[rows], self.end[rows], self.space[rows], self.spaces, self.pieces.take(rows)
+        )
+
+    def without(self, segments: Collection[bytes]) -> KnownNodes:
+        """Those that have no piece in these segments."""
+        return self._only(lambda segment, _record: segment not in segments)
+
+    def within(self, used: Collection[tuple[bytes, int]]) -> KnownNodes:
+        """Those all of whose records are among these."""
+        return self._only(lambda segment, record: (segment, record) in used)
+
+    def _only(self, good) -> KnownNodes:
+        whole = self.in_columns()
+        lost = np.array([not good(*place) for place in whole.pieces.records()], bool)
+        keep = np.ones(len(whole), bool)
+        keep[whole.pieces.owner[lost]] = False
+        return whole.take(np.flatnonzero(keep))

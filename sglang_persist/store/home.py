@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, wait
 from pathlib import Path
+
+import numpy as np
 
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
+from sglang_persist.nodes import NodeTable
 from sglang_persist.plan.saving import STEP_NODES, SavePlan
-from sglang_persist.plan.tree import Known
+from sglang_persist.plan.tree import KnownNodes
 from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
 from sglang_persist.workers import workers
@@ -36,7 +39,7 @@ class Home:
         #: A complete generation with more in it than the newest one, if there is one.
         self.fuller: Manifest | None = None
         self.segments: dict[bytes, SegmentIndex] = {}
-        self.known: dict[int, Known] = {}
+        self.known = KnownNodes()
         self._lock: Lock | None = None
         self._thread = workers(1, "persist-store")
 
@@ -68,7 +71,7 @@ class Home:
                 return
             # The directory was deleted underneath. Everything that is in the tree will be written again.
             self._release()
-            self.manifest, self.fuller, self.segments, self.known = None, None, {}, {}
+            self.manifest, self.fuller, self.segments, self.known = None, None, {}, KnownNodes()
         self.fs.make_dir(self.path)
         # A process that was killed may have made these names without making them durable.
         for directory in (self.root, self.path.parent.parent, self.path.parent):
@@ -79,7 +82,7 @@ class Home:
             newest, _ = shard.newest(self.fs, self.path, deadly=attempts.deadly(self.fs, self.path))
             if newest and newest.generation != self.generation:
                 # Another writer was here since we looked: build on what it wrote.
-                self.manifest, self.fuller, self.segments, self.known = newest, None, {}, {}
+                self.manifest, self.fuller, self.segments, self.known = newest, None, {}, KnownNodes()
             # The other may also have cut that generation down in its place.
             self.forget_missing()
             # What a restore has just opened is known already.
@@ -97,7 +100,7 @@ class Home:
         if missing:
             logger.warning("%s: %d segments are gone", self.path, len(missing))
             self.segments = {i: index for i, index in self.segments.items() if i not in missing}
-            self.known = {node: k for node, k in self.known.items() if missing.isdisjoint(p.segment for p in k.pieces)}
+            self.known = self.known.without(missing)
 
     def open_segments(self, errors: list[str], only_unknown: bool = False) -> dict[bytes, Segment]:
         """Open the segments of the chosen generations and learn their indexes; what cannot be opened is in `errors`."""
@@ -127,23 +130,36 @@ class Home:
     def is_current(self, plan: SavePlan) -> Generator[None, None, bool]:
         """Whether the newest generation already says exactly what this plan, which writes no record, would say. In
         steps."""
-        m = self.manifest
+        m, stored = self.manifest, plan.stored
         if m is None or len(m.nodes) != len(plan.nodes):
             return False
-        for i, (node, live, entry) in enumerate(zip(m.nodes, plan.nodes, plan.stored, strict=True)):
-            if i % STEP_NODES == 0:
+        nodes = NodeTable.of(m.nodes)
+        if not np.array_equal(nodes.parent, plan.nodes.parent) or not np.array_equal(nodes.pages, plan.pages):
+            return False
+        yield None
+        rows = np.flatnonzero(stored.rows >= 0)
+        found = stored.rows[rows]
+        space_of = [m.spaces.index(s) if s in m.spaces else -1 for s in stored.known.spaces]
+        if len(rows) and not np.array_equal(np.array(space_of)[stored.known.space[found]], nodes.space[rows]):
+            return False
+        if stored.known.pieces.take(found) != nodes.pieces.take(rows):
+            return False
+        for n, (i, entry) in enumerate(stored.own.items()):
+            if n % STEP_NODES == 0:
                 yield None
-            if entry is None or node.parent != live.parent or m.spaces[node.space] != entry[0]:
-                return False
-            if node.pieces != tuple(entry[1]):
+            if entry is None or m.spaces[nodes.space[i]] != entry[0] or nodes.pieces[i] != tuple(entry[1]):
                 return False
         return True
 
-    def adopt(self, m: Manifest, known: Mapping[int, Known], written: list[SegmentIndex]) -> None:
+    def adopt(self, m: Manifest, known: KnownNodes, written: list[SegmentIndex]) -> None:
         """A generation was committed: it is what the next snapshot builds on."""
         everything = {**self.segments, **{i.id: i for i in written}}
-        self.manifest, self.known, self.fuller = m, dict(known), None
+        self.manifest, self.known, self.fuller = m, known, None
         self.segments = {ref.id: everything[ref.id] for ref in m.segments}
+
+    def forget_tree(self) -> None:
+        """The live tree was emptied: no node of it is known any more."""
+        self.known = KnownNodes()
 
     def sweep(self) -> None:
         """Remove what interrupted writes left, as only the holder of the lock may."""
@@ -158,7 +174,7 @@ class Home:
     def drop(self) -> None:
         """Remove everything that is stored here. Raises StoreBusy where another server writes."""
         self.become_writer()
-        self.manifest, self.fuller, self.segments, self.known = None, None, {}, {}
+        self.manifest, self.fuller, self.segments, self.known = None, None, {}, KnownNodes()
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
 
     def close(self, timeout: float | None = None) -> None:

@@ -157,7 +157,7 @@ def stored_twice(root, core: str = "rust"):
     keys = {"turns": e.put(turn + real.random_tokens(rng, 90)), "gone": e.put(real.random_tokens(rng, 50))}
     flow.snapshot(e, at)
     e.evict()
-    at.known.clear()
+    at.forget_tree()
     keys |= {"own": e.put(real.random_tokens(rng, 70)), "turn": e.put(turn)}
     flow.snapshot(e, at)
     at.close()

@@ -21,6 +21,7 @@ FLOORS = (
     ("errors.py", "log.py", "bounded.py", "workers.py", "spare.py"),
     ("config.py",),
     ("model.py",),
+    ("nodes.py",),
     ("format/limits.py",),
     ("format/codec.py",),
     ("format/envelope.py",),
