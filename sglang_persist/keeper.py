@@ -179,6 +179,8 @@ class Keeper:
         if least_segment_bytes(self.shape.pools, self.shape.page_tokens) > budget.segment_bytes:
             self.hold()
             raise StoreFull(f"{home.root}: a segment, a tenth of the budget of {budget.total} bytes, holds no page")
+        for index in home.segments.values():
+            index.sort()
         return Ready(request, budget, home.is_complete())
 
     def make_room(self, wanted: int) -> Budget:

@@ -22,7 +22,7 @@ from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 STEP_NODES = 256
 
 
-@dataclass
+@dataclass(slots=True)
 class Source:
     """A run of pages of one live node, as part of a record."""
 
@@ -31,7 +31,7 @@ class Source:
     pages: int
 
 
-@dataclass
+@dataclass(slots=True)
 class RecordPlan:
     key: RecordKey
     sources: list[Source]
@@ -81,7 +81,7 @@ class SavePlan:
         return sum(r.key.pages for r in self.records)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Run:
     """A record in the making."""
 
