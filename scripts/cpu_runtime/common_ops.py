@@ -3,7 +3,7 @@
 `sgl_kernel` imports a module of this name once none of its CUDA builds loads; it has to provide the one custom op that
 the plain CPU path calls. Being imported that early, it also gets to replace one method of the torch_native backend:
 stock computes attention for the cached prefix and throws it away, so that a cache hit costs almost what a miss costs.
-SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method.
+SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method. SGLANG_PERSIST_HICACHE_ON_CPU=1: see hicache_on_cpu.py.
 """
 
 import os
@@ -87,22 +87,36 @@ def only_new_rows(stock):
     return extend
 
 
-class _Backend(SourceFileLoader):
+def replace_attention(module) -> None:
+    """In BACKEND, once it is loaded."""
+    backend = module.TorchNativeAttnBackend
+    backend._run_sdpa_forward_extend = only_new_rows(backend._run_sdpa_forward_extend)
+
+
+_changes = {}  # by the name of a module: what to do with it once it is loaded
+
+
+class _Changed(SourceFileLoader):
     def exec_module(self, module):
         super().exec_module(module)
-        backend = module.TorchNativeAttnBackend
-        backend._run_sdpa_forward_extend = only_new_rows(backend._run_sdpa_forward_extend)
+        _changes[module.__name__](module)
 
 
 class _Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != BACKEND:
+        if name not in _changes:
             return None
         spec = PathFinder.find_spec(name, path)
-        spec.loader = _Backend(name, spec.origin)
+        spec.loader = _Changed(name, spec.origin)
         return spec
 
 
 if os.environ.get("SGLANG_PERSIST_STOCK_ATTENTION") != "1":
+    _changes[BACKEND] = replace_attention
+if os.environ.get("SGLANG_PERSIST_HICACHE_ON_CPU") == "1":
+    import hicache_on_cpu
+
+    _changes[hicache_on_cpu.POOL] = hicache_on_cpu.change
+if _changes:
     sys.meta_path.insert(0, _Finder)

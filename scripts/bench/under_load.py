@@ -1,0 +1,337 @@
+"""What saving and restoring cost the requests that are served meanwhile, under SGLang's own benchmark.
+
+The same load for each variant, each with a server of its own: stock, the plugin idle, saving every second, restoring in
+the background, and stock again. Requests share the prompts of their group; each brings tokens of its own.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from report import (
+    NOTE,
+    ROOT,
+    Unusable,
+    machine,
+    options,
+    print_machine,
+    print_ratios,
+    ratio,
+    steps,
+    write_json,
+    write_png,
+)
+from rich.console import Console
+from rich.table import Table
+
+from checks import persist, status  # isort: skip
+from serving import Server, model  # isort: skip
+
+#: After this line the client sleeps for a second, then the measured requests begin.
+BEGINS = "Starting main benchmark run"
+SNAPSHOT = re.compile(
+    r"generation (?P<generation>\d+) \((?P<reason>\w+)\): (?P<tokens>\d+) tokens, (?P<new_tokens>\d+) new, "
+    r"(?P<new_bytes>\d+) bytes in (?P<seconds>[\d.]+) s"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    model: str
+    max_tokens: int
+    groups: int
+    per_group: int
+    shared: int  # tokens of a group's common prompt
+    own: int  # tokens of a request's own
+    output: int
+    concurrency: int
+    fill: int  # prompts of FILL_TOKENS that the background restore has to bring
+
+    @property
+    def requests(self) -> int:
+        return self.groups * self.per_group
+
+
+FULL = Sizes("smol", 65536, 4, 10, 256, 96, 96, 4, 32)
+QUICK = Sizes("llama", 16384, 2, 3, 64, 32, 48, 2, 4)
+FILL_TOKENS = 1024
+
+
+def flags(name: str, work: Path) -> list:
+    """What the server of a variant is started with. The store that `saving` leaves is the one that is restored."""
+    return {
+        "idle": persist(work / "idle"),
+        # The load is dropped from the store before it is filled for the restore, else that load would find itself.
+        "saving": [*persist(work / "store"), "--persist-interval", 1, "--persist-on-flush", "drop"],
+        "restoring": [*persist(work / "store"), "--persist-restore", "background"],
+    }.get(name, [])
+
+
+def client(server: Server, sizes: Sizes, work: Path, output: Path) -> subprocess.Popen:
+    """SGLang's benchmark, which waits for the server by itself. Its prompts are random text, the same in each run."""
+    path = model(sizes.model)
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+        *("--host", "127.0.0.1", "--port", server.port, "--ready-check-timeout-sec", 300),
+        *("--model", path, "--tokenizer", path, "--dataset-name", "generated-shared-prefix", "--seed", 1),
+        *("--gsp-num-groups", sizes.groups, "--gsp-prompts-per-group", sizes.per_group),
+        *("--gsp-system-prompt-len", sizes.shared, "--gsp-question-len", sizes.own),
+        *("--gsp-output-len", sizes.output, "--max-concurrency", sizes.concurrency),
+        *("--cache-report", "--disable-tqdm", "--output-details", "--output-file", output),
+    ]
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+        # It keeps the prompts in the home directory.
+        "HOME": str(work),
+    }
+    # There it flushes the cache before each run.
+    env.pop("SGLANG_IS_IN_CI", None)
+    with output.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen([str(word) for word in command], env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def start_both(server: Server, sizes: Sizes, work: Path, output: Path) -> tuple[subprocess.Popen, float]:
+    """The client starts with the server: its own start takes seconds, in which a restore would come to its end."""
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(server.start)
+        while server.process is None and not starting.done():
+            time.sleep(0.02)
+        load = client(server, sizes, work, output)
+        try:
+            return load, starting.result()
+        except BaseException:
+            load.kill()
+            raise
+
+
+def wait_for(load: subprocess.Popen, log: Path, line: str, timeout: float = 600) -> None:
+    """Until the client has ended, or has printed that line."""
+    began = time.monotonic()
+    while load.poll() is None and line not in log.read_text(errors="replace"):
+        if time.monotonic() - began > timeout:
+            raise Unusable(f"the load did not come to {line!r} within {timeout} s")
+        time.sleep(0.05)
+
+
+def run_load(server: Server, name: str, sizes: Sizes, work: Path) -> dict:
+    output = work / f"{name}.jsonl".replace(" ", "-")
+    log = output.with_suffix(".log")
+    load, ready = start_both(server, sizes, work, output)
+    plugin = bool(flags(name, work))
+    try:
+        with steps.status(f"{name}: the load"):
+            wait_for(load, log, BEGINS)
+            before = status(server) if plugin else None
+            saved_before = len(snapshots(server))
+            load.wait(600)
+        if load.returncode or not output.exists():
+            raise Unusable(f"the load ended with {load.returncode}:\n{log.read_text(errors='replace')[-2000:]}")
+    finally:
+        load.kill()
+        load.wait()
+    saved = snapshots(server)[saved_before:]
+    after = status(server) if plugin else None
+    found = json.loads(output.read_text().splitlines()[-1])
+    if found["completed"] != sizes.requests:
+        raise Unusable(f"{name}: {found['completed']} of {sizes.requests} requests completed")
+    return {
+        "name": name,
+        "ready": ready,
+        "seconds": found["duration"],
+        "tokens": {"in": found["total_input_tokens"], "out": found["total_output_tokens"]},
+        "cached": found["cache_report"]["total_cached_tokens"],
+        "output_tokens_per_second": found["output_throughput"],
+        "itls": [itl for one in found["itls"] for itl in one],
+        "ttfts": found["ttfts"],
+        "snapshots": saved,
+        "status": {"before": before, "after": after} if plugin else None,
+    }
+
+
+def snapshots(server: Server) -> list[dict]:
+    """Those which the server's log tells of: only those that wrote something are there."""
+    found = SNAPSHOT.finditer(server.log.read_text(errors="replace"))
+    return [
+        {key: value if key == "reason" else float(value) if key == "seconds" else int(value)
+         for key, value in match.groupdict().items()}
+        for match in found
+    ]  # fmt: skip
+
+
+def fill(server: Server, sizes: Sizes) -> None:
+    """Leave other prompts than the load's in the store."""
+    server.post("/flush_cache")
+    pick = random.Random(7)
+    for i in range(sizes.fill):
+        with steps.status(f"filling the store: prompt {i + 1} of {sizes.fill}"):
+            server.generate(pick.choices(range(1000, 40_000), k=FILL_TOKENS), 1)
+
+
+def measure(name: str, sizes: Sizes, work: Path) -> dict:
+    server = Server(model(sizes.model), *flags(name, work), max_tokens=sizes.max_tokens)
+    try:
+        found = run_load(server, name, sizes, work)
+        if name == "saving":
+            fill(server, sizes)
+        server.stop()
+    finally:
+        server.kill()
+    itls, ttfts = found.pop("itls"), found.pop("ttfts")
+    found["itl"] = {"p50": quantile(itls, 50), "p99": quantile(itls, 99), "max": max(itls), "n": len(itls)}
+    found["ttft"] = {"p50": quantile(ttfts, 50), "p99": quantile(ttfts, 99)}
+    # For the picture: the inter-token latency at each percentile.
+    found["itl_percentiles"] = [quantile(itls, p) for p in range(101)]
+    steps.print(
+        f"{name}: {found['output_tokens_per_second']:.0f} tokens/s, inter-token latency {milli(found['itl']['p50'])} "
+        f"(p50), {milli(found['itl']['p99'])} (p99), {len(found['snapshots'])} snapshots"
+    )
+    return found
+
+
+def quantile(values: list[float], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+def milli(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def check(measured: list[dict], sizes: Sizes) -> None:
+    """That each variant did what its name says, under the same load."""
+    by_name = {m["name"]: m for m in measured}
+    if len({m["tokens"]["in"] for m in measured}) > 1:
+        raise Unusable("the variants had different prompts")
+    if "idle" in by_name and by_name["idle"]["snapshots"]:
+        raise Unusable("idle: a snapshot was taken")
+    saving = by_name["saving"]
+    generation = {when: saving["status"][when]["snapshot"]["generation"] for when in ("before", "after")}
+    with_new = [s for s in saving["snapshots"] if s["new_tokens"] > 0]
+    if generation["after"] <= generation["before"] or not with_new:
+        raise Unusable(f"saving: no snapshot with new KV during the load, generations {generation}")
+    restore = by_name["restoring"]["status"]["after"]["restore"]
+    if restore["tokens_restored"] < 0.99 * sizes.fill * FILL_TOKENS:
+        raise Unusable(f"restoring: {restore}")
+
+
+def ratios(measured: list[dict]) -> list[dict]:
+    stocks = [m for m in measured if m["name"].startswith("stock")]
+    slower = {p: max(m["itl"][p] for m in stocks) for p in ("p50", "p99")}
+    goals = {("saving", "p50"): 1.10, ("saving", "p99"): 1.25, ("idle", "p50"): 1.05}
+    against = "the slower stock run" if len(stocks) > 1 else "stock"
+    found = [
+        ratio(f"inter-token latency {p}: {m['name']} / {against}", m["itl"][p] / slower[p], goals.get((m["name"], p)))
+        for m in sorted(measured, key=lambda m: m["name"] != "saving")
+        if m not in stocks
+        for p in ("p50", "p99")
+    ]
+    if len(stocks) > 1:
+        for p in ("p50", "p99"):
+            noise = slower[p] / min(m["itl"][p] for m in stocks)
+            found.append(ratio(f"inter-token latency {p}: the slower stock run / the other", noise))
+    return found
+
+
+def show(result: dict) -> None:
+    out = Console()
+    print_ratios(out, result["ratios"])
+    s = result["sizes"]
+    title = f"{s['groups'] * s['per_group']} requests, {s['concurrency']} at a time, {s['output']} tokens out"
+    table = Table(title=title)
+    table.add_column("")
+    for m in result["variants"]:
+        table.add_column(m["name"], justify="right")
+
+    def row(label, of, **style) -> None:
+        table.add_row(label, *(of(m) for m in result["variants"]), **style)
+
+    row("inter-token latency, p50", lambda m: milli(m["itl"]["p50"]))
+    row("p99", lambda m: milli(m["itl"]["p99"]))
+    row("max", lambda m: milli(m["itl"]["max"]), end_section=True)
+    row("time to first token, p50", lambda m: milli(m["ttft"]["p50"]))
+    row("p99", lambda m: milli(m["ttft"]["p99"]), end_section=True)
+    row("output tokens/s", lambda m: f"{m['output_tokens_per_second']:.1f}")
+    row("prompt tokens", lambda m: f"{m['tokens']['in']:,}")
+    row("of them cached", lambda m: f"{m['cached']:,}")
+    row("seconds of load", lambda m: f"{m['seconds']:.0f}", end_section=True)
+    row("snapshots with new KV", lambda m: str(len(m["snapshots"])))
+    row("tokens saved in them", lambda m: f"{sum(s['new_tokens'] for s in m['snapshots']):,}")
+    row("restored before the load", lambda m: restored(m, "before"))
+    row("restored after it", lambda m: restored(m, "after"))
+    out.print(table)
+    print_machine(out, result["machine"])
+
+
+def restored(m: dict, when: str) -> str:
+    return f"{m['status'][when]['restore']['tokens_restored']:,}" if m["status"] else "-"
+
+
+def draw(result: dict, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    variants = result["variants"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
+    for i, p in enumerate(("p50", "p99")):
+        at = [x + (i - 0.5) * 0.4 for x in range(len(variants))]
+        drawn = left.bar(at, [m["itl"][p] * 1000 for m in variants], 0.4, label=p)
+        left.bar_label(drawn, fmt="%.1f", fontsize=8)
+    left.set_xticks(range(len(variants)), [m["name"] for m in variants])
+    left.set_ylabel("ms")
+    left.set_title("Inter-token latency", fontsize=10)
+    left.legend(fontsize=8)
+    for m in variants:
+        right.plot(range(101), [seconds * 1000 for seconds in m["itl_percentiles"]], label=m["name"])
+    right.set_yscale("log")
+    right.set_xlabel("percentile")
+    right.set_ylabel("ms, log scale")
+    right.set_title("Inter-token latency at each percentile", fontsize=10)
+    right.legend(fontsize=8)
+    m = result["machine"]
+    figure.suptitle(f"SGLang {m['sglang']} under load, {result['model']}: {m['cpu']}, {m['cores']} cores", fontsize=11)
+    write_png(path, figure)
+
+
+def main() -> int:
+    # Ended from outside, it still ends its server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    given = options("serving", __doc__.splitlines()[0])
+    sizes = QUICK if given.quick else FULL
+    names = ["stock", "saving", "restoring"] if given.quick else ["stock", "idle", "saving", "restoring", "stock again"]
+    with steps.status(f"preparing the model {sizes.model}"):
+        model(sizes.model)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-serving-", dir=ROOT / ".cache") as work:
+            measured = [measure(name, sizes, Path(work)) for name in names]
+        check(measured, sizes)
+    except Unusable as error:
+        steps.print(f"[red]{error}[/red]")
+        return 1
+    result = {
+        "benchmark": "serving",
+        "quick": given.quick,
+        "ratios": ratios(measured),
+        "machine": machine(),
+        "note": NOTE,
+        "model": sizes.model,
+        "sizes": sizes.__dict__,
+        "variants": measured,
+    }
+    write_json(given.json, result)
+    draw(result, given.png)
+    show(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
