@@ -1,0 +1,62 @@
+"""The benchmarks run and measure what they say: their smallest sizes, never a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import serving
+
+pytestmark = pytest.mark.server
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def bench(name: str, at) -> dict:
+    result, picture = at / f"{name}.json", at / f"{name}.png"
+    script = serving.ROOT / "scripts" / f"bench-{name}"
+    command = [script, "--quick", "--json", result, "--png", picture]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.lstrip().startswith("Ratios")
+    assert picture.read_bytes().startswith(PNG)
+    found = json.loads(result.read_text())
+    assert found["benchmark"] == name and found["quick"]
+    assert found["machine"]["cores"] > 0
+    for ratio in found["ratios"]:
+        assert ratio["value"] > 0
+        assert ratio["met"] is (None if ratio["goal"] is None else ratio["value"] <= ratio["goal"])
+    return found
+
+
+def test_restart_is_warm_with_the_plugin_and_with_the_peer(tmp_path):
+    found = bench("restart", tmp_path)
+    variants = {v["name"]: v for v in found["variants"]}
+    assert set(variants) == {"plugin, page 1", "HiCache, page 64"}
+    for v in variants.values():
+        cold, warm = v["passes"]["cold"], v["passes"]["warm"][0]
+        assert cold["cached"] < 0.6 * cold["asked"]
+        assert v["passes"]["restarted"]["cached"] >= 0.99 * warm["cached"] > 0.9 * warm["asked"]
+        assert v["outputs"]["same"] == v["outputs"]["of"]
+        assert v["bytes"] > 0
+    assert variants["plugin, page 1"]["files"] <= 16
+    # One file for each page of the peer's.
+    assert variants["HiCache, page 64"]["files"] > 16
+    assert len(found["ratios"]) == 4
+
+
+def test_serving_saves_and_restores_under_load(tmp_path):
+    found = bench("serving", tmp_path)
+    variants = {v["name"]: v for v in found["variants"]}
+    assert list(variants) == ["stock", "saving", "restoring"]
+    for v in variants.values():
+        assert v["itl"]["n"] > 100
+        assert v["tokens"] == variants["stock"]["tokens"]
+        assert v["cached"] == variants["stock"]["cached"]
+    saving, restoring = variants["saving"], variants["restoring"]
+    assert sum(s["new_tokens"] for s in saving["snapshots"]) > 0
+    snapshot = {when: saving["status"][when]["snapshot"] for when in ("before", "after")}
+    assert snapshot["after"]["generation"] > snapshot["before"]["generation"]
+    restore = restoring["status"]["after"]["restore"]
+    assert restore["state"] == "done"
+    assert restore["tokens_restored"] == restore["tokens_total"] > 0
