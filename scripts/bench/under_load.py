@@ -1,7 +1,8 @@
 """What saving and restoring cost the requests that are served meanwhile, under SGLang's own benchmark.
 
 The same load for each variant, each with a server of its own: stock, the plugin idle, saving every second, restoring in
-the background, and stock again. Requests share the prompts of their group; each brings tokens of its own.
+the background, and stock again. Requests share the prompts of their group; each brings tokens of its own. The restore
+is held back until the load begins, else it would be over by then (scripts/cpu_runtime/held_reads.py).
 """
 
 import json
@@ -39,6 +40,7 @@ from serving import Server, model  # isort: skip
 
 #: After this line the client sleeps for a second, then the measured requests begin.
 BEGINS = "Starting main benchmark run"
+RESTORED = "ended restoring in the background"
 SNAPSHOT = re.compile(
     r"generation (?P<generation>\d+) \((?P<reason>\w+)\): (?P<tokens>\d+) tokens, (?P<new_tokens>\d+) new, "
     r"(?P<new_bytes>\d+) bytes in (?P<seconds>[\d.]+) s"
@@ -103,7 +105,7 @@ def client(server: Server, sizes: Sizes, work: Path, output: Path) -> subprocess
 
 
 def start_both(server: Server, sizes: Sizes, work: Path, output: Path) -> tuple[subprocess.Popen, float]:
-    """The client starts with the server: its own start takes seconds, in which a restore would come to its end."""
+    """The client starts with the server and waits for it, so that the load begins as soon as the server is ready."""
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(server.start)
         while server.process is None and not starting.done():
@@ -125,6 +127,21 @@ def wait_for(load: subprocess.Popen, log: Path, line: str, timeout: float = 600)
         time.sleep(0.05)
 
 
+def gate(work: Path) -> Path:
+    """The restore reads once this file exists."""
+    return work / "go"
+
+
+def watch_restore(server: Server, load: subprocess.Popen) -> float | None:
+    """Seconds until the restore has ended, or None if the load ends before."""
+    began = time.monotonic()
+    while load.poll() is None:
+        if RESTORED in server.log.read_text(errors="replace"):
+            return time.monotonic() - began
+        time.sleep(0.1)
+    return None
+
+
 def run_load(server: Server, name: str, sizes: Sizes, work: Path) -> dict:
     output = work / f"{name}.jsonl".replace(" ", "-")
     log = output.with_suffix(".log")
@@ -133,8 +150,12 @@ def run_load(server: Server, name: str, sizes: Sizes, work: Path) -> dict:
     try:
         with steps.status(f"{name}: the load"):
             wait_for(load, log, BEGINS)
+            begins = time.monotonic() + 1
             before = status(server) if plugin else None
             saved_before = len(snapshots(server))
+            time.sleep(max(0, begins - time.monotonic()))
+            gate(work).touch()
+            restored_after = watch_restore(server, load) if name == "restoring" else None
             load.wait(600)
         if load.returncode or not output.exists():
             raise Unusable(f"the load ended with {load.returncode}:\n{log.read_text(errors='replace')[-2000:]}")
@@ -156,6 +177,7 @@ def run_load(server: Server, name: str, sizes: Sizes, work: Path) -> dict:
         "itls": [itl for one in found["itls"] for itl in one],
         "ttfts": found["ttfts"],
         "snapshots": saved,
+        "restored_after": restored_after,
         "status": {"before": before, "after": after} if plugin else None,
     }
 
@@ -180,7 +202,9 @@ def fill(server: Server, sizes: Sizes) -> None:
 
 
 def measure(name: str, sizes: Sizes, work: Path) -> dict:
-    server = Server(model(sizes.model), *flags(name, work), max_tokens=sizes.max_tokens)
+    gate(work).unlink(missing_ok=True)
+    env = {"SGLANG_PERSIST_HOLD_READS": str(gate(work))} if name == "restoring" else {}
+    server = Server(model(sizes.model), *flags(name, work), env=env, max_tokens=sizes.max_tokens)
     try:
         found = run_load(server, name, sizes, work)
         if name == "saving":
@@ -220,8 +244,8 @@ def check(measured: list[dict], sizes: Sizes) -> None:
     with_new = [s for s in saving["snapshots"] if s["new_tokens"] > 0]
     if generation["after"] <= generation["before"] or not with_new:
         raise Unusable(f"saving: no snapshot with new KV during the load, generations {generation}")
-    restore = by_name["restoring"]["status"]["after"]["restore"]
-    if restore["tokens_restored"] < 0.99 * sizes.fill * FILL_TOKENS:
+    restore = {when: by_name["restoring"]["status"][when]["restore"] for when in ("before", "after")}
+    if restore["before"]["tokens_restored"] or restore["after"]["tokens_restored"] < 0.99 * sizes.fill * FILL_TOKENS:
         raise Unusable(f"restoring: {restore}")
 
 
@@ -267,14 +291,18 @@ def show(result: dict) -> None:
     row("seconds of load", lambda m: f"{m['seconds']:.0f}", end_section=True)
     row("snapshots with new KV", lambda m: str(len(m["snapshots"])))
     row("tokens saved in them", lambda m: f"{sum(s['new_tokens'] for s in m['snapshots']):,}")
-    row("restored before the load", lambda m: restored(m, "before"))
-    row("restored after it", lambda m: restored(m, "after"))
+    row("tokens restored", restored)
+    row("restored after", lambda m: "-" if m["restored_after"] is None else f"{m['restored_after']:.1f} s")
     out.print(table)
     print_machine(out, result["machine"])
 
 
-def restored(m: dict, when: str) -> str:
-    return f"{m['status'][when]['restore']['tokens_restored']:,}" if m["status"] else "-"
+def restored(m: dict) -> str:
+    """Tokens that the restore brought while the load ran."""
+    if m["status"] is None:
+        return "-"
+    before, after = (m["status"][when]["restore"]["tokens_restored"] for when in ("before", "after"))
+    return f"{after - before:,}"
 
 
 def draw(result: dict, path: Path) -> None:

@@ -3,7 +3,7 @@
 `sgl_kernel` imports a module of this name once none of its CUDA builds loads; it has to provide the one custom op that
 the plain CPU path calls. Being imported that early, it also gets to replace one method of the torch_native backend:
 stock computes attention for the cached prefix and throws it away, so that a cache hit costs almost what a miss costs.
-SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method. SGLANG_PERSIST_HICACHE_ON_CPU=1: see hicache_on_cpu.py.
+SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method. For the benchmarks: hicache_on_cpu.py and held_reads.py.
 """
 
 import os
@@ -118,5 +118,13 @@ if os.environ.get("SGLANG_PERSIST_HICACHE_ON_CPU") == "1":
     import hicache_on_cpu
 
     _changes[hicache_on_cpu.POOL] = hicache_on_cpu.change
+if os.environ.get("SGLANG_PERSIST_HOLD_READS"):
+    import held_reads
+
+    # The plugin may have been loaded before.
+    if held_reads.FILES in sys.modules:
+        held_reads.change(sys.modules[held_reads.FILES])
+    else:
+        _changes[held_reads.FILES] = held_reads.change
 if _changes:
     sys.meta_path.insert(0, _Finder)
