@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -352,7 +352,7 @@ def main() -> int:
         "machine": machine(),
         "note": NOTE,
         "model": sizes.model,
-        "sizes": sizes.__dict__,
+        "sizes": asdict(sizes),
         "variants": measured,
     }
     write_json(given.json, result)

@@ -5,8 +5,6 @@ and host are the same memory, so nothing is pinned, and pages are copied by plai
 direct --hicache-mem-layout page_first_direct` and multi-head attention; nothing else of HiCache is touched.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

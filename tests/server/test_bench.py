@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import pytest
 import serving
 
 pytestmark = pytest.mark.server
+SCRIPTS = {"restart": "restart", "serving": "under_load"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def bench(name: str, at) -> dict:
     result, picture = at / f"{name}.json", at / f"{name}.png"
-    script = serving.ROOT / "scripts" / f"bench-{name}"
-    command = [script, "--quick", "--json", result, "--png", picture]
+    # Not by its script: that would set up and take the environment of the pinned engine, whatever this one is.
+    script = serving.ROOT / "scripts" / "bench" / f"{SCRIPTS[name]}.py"
+    command = [sys.executable, script, "--quick", "--json", result, "--png", picture]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.lstrip().startswith("Ratios")
@@ -34,9 +37,9 @@ def test_restart_is_warm_with_the_plugin_and_with_the_peer(tmp_path):
     variants = {v["name"]: v for v in found["variants"]}
     assert set(variants) == {"plugin, page 1", "HiCache, page 64"}
     for v in variants.values():
-        cold, warm = v["passes"]["cold"], v["passes"]["warm"][0]
+        (cold,), (warm,), (first,) = (v["passes"][which] for which in ("cold", "warm", "restarted"))
         assert cold["cached"] < 0.6 * cold["asked"]
-        assert v["passes"]["restarted"]["cached"] >= 0.99 * warm["cached"] > 0.9 * warm["asked"]
+        assert first["cached"] >= 0.99 * warm["cached"] > 0.9 * warm["asked"]
         assert v["outputs"]["same"] == v["outputs"]["of"]
         assert v["bytes"] > 0
     assert variants["plugin, page 1"]["files"] <= 16
@@ -57,6 +60,7 @@ def test_serving_saves_and_restores_under_load(tmp_path):
     assert sum(s["new_tokens"] for s in saving["snapshots"]) > 0
     snapshot = {when: saving["status"][when]["snapshot"] for when in ("before", "after")}
     assert snapshot["after"]["generation"] > snapshot["before"]["generation"]
+    assert restoring["status"]["before"]["restore"]["tokens_restored"] == 0
     restore = restoring["status"]["after"]["restore"]
     assert restore["state"] == "done"
     assert restore["tokens_restored"] == restore["tokens_total"] > 0
