@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 FILES = "sglang_persist.fs"
+#: Seconds for which a read is held: a restore that gets nothing for a minute is given up.
+LONGEST = 20
 
 
 def change(module) -> None:
@@ -21,7 +23,8 @@ def change(module) -> None:
     def held(self, offset, size):
         # These threads read records; what tells which records there are is read on another.
         if threading.current_thread().name.startswith("persist-read"):
-            while not gate.exists():
+            end = time.monotonic() + LONGEST
+            while not gate.exists() and time.monotonic() < end:
                 time.sleep(0.02)
         return read(self, offset, size)
 
