@@ -61,7 +61,8 @@ class Variant:
     def flags(self, store: Path) -> list:
         page = ["--page-size", self.page]
         if self.kind == "plugin":
-            return [*persist(store), *page]
+            # Everything: the tiny model's prompts are computed faster than they are read.
+            return [*persist(store, "--persist-min-tokens", 0), *page]
         if self.kind == "hicache":
             return [
                 *("--enable-hierarchical-cache", "--hicache-ratio", 2, "--hicache-io-backend", "direct"),

@@ -71,11 +71,13 @@ FILL_TOKENS = 1024
 
 def flags(name: str, work: Path) -> list:
     """What the server of a variant is started with. The store that `saving` leaves is the one that is restored."""
+    # Whatever it would take to compute it again: short prompts are to be saved as well.
+    everything = ("--persist-min-tokens", 0)
     return {
-        "idle": persist(work / "idle"),
+        "idle": persist(work / "idle", *everything),
         # The load is dropped from the store before it is filled for the restore, else that load would find itself.
-        "saving": [*persist(work / "store"), "--persist-interval", 1, "--persist-on-flush", "drop"],
-        "restoring": [*persist(work / "store"), "--persist-restore", "background"],
+        "saving": [*persist(work / "store", *everything), "--persist-interval", 1, "--persist-on-flush", "drop"],
+        "restoring": [*persist(work / "store", *everything), "--persist-restore", "background"],
     }.get(name, [])
 
 

@@ -122,9 +122,9 @@ if os.environ.get("SGLANG_PERSIST_HOLD_READS"):
     import held_reads
 
     # The plugin may have been loaded before.
-    if held_reads.FILES in sys.modules:
-        held_reads.change(sys.modules[held_reads.FILES])
+    if held_reads.SHARD in sys.modules:
+        held_reads.change(sys.modules[held_reads.SHARD])
     else:
-        _changes[held_reads.FILES] = held_reads.change
+        _changes[held_reads.SHARD] = held_reads.change
 if _changes:
     sys.meta_path.insert(0, _Finder)

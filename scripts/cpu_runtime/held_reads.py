@@ -6,26 +6,23 @@ requests that are served meanwhile, its reads wait until there are some, as on a
 
 import functools
 import os
-import threading
 import time
 from pathlib import Path
 
-FILES = "sglang_persist.fs"
+SHARD = "sglang_persist.store.shard"
 #: Seconds for which a read is held: a restore that gets nothing for a minute is given up.
 LONGEST = 20
 
 
 def change(module) -> None:
-    """To FILES, once it is loaded."""
-    gate, read = Path(os.environ["SGLANG_PERSIST_HOLD_READS"]), module.ReadFile.read
+    """To SHARD, once it is loaded."""
+    gate, load = Path(os.environ["SGLANG_PERSIST_HOLD_READS"]), module.Segment.load
 
-    @functools.wraps(read)
-    def held(self, offset, size):
-        # These threads read records; what tells which records there are is read on another.
-        if threading.current_thread().name.startswith("persist-read"):
-            end = time.monotonic() + LONGEST
-            while not gate.exists() and time.monotonic() < end:
-                time.sleep(0.02)
-        return read(self, offset, size)
+    @functools.wraps(load)
+    def held(self, record):
+        end = time.monotonic() + LONGEST
+        while not gate.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return load(self, record)
 
-    module.ReadFile.read = held
+    module.Segment.load = held
