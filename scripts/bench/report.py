@@ -59,9 +59,9 @@ def machine() -> dict:
     }
 
 
-def ratio(what: str, value: float, goal: float | None = None, unit: str = "x") -> dict:
-    met = None if goal is None else value <= goal
-    return {"what": what, "value": value, "goal": goal, "unit": unit, "met": met}
+def ratio(what: str, value: float, goal: float | None = None, unit: str = "x", at_least: bool = False) -> dict:
+    met = None if goal is None else value >= goal if at_least else value <= goal
+    return {"what": what, "value": value, "goal": goal, "unit": unit, "at_least": at_least, "met": met}
 
 
 def print_ratios(out: Console, ratios: list[dict]) -> None:
@@ -70,8 +70,8 @@ def print_ratios(out: Console, ratios: list[dict]) -> None:
     for name in ("measured", "goal", ""):
         table.add_column(name, justify="right")
     for r in ratios:
-        form = "{:,.2f}x" if r["unit"] == "x" else "{:,.0f} " + r["unit"]
-        goal = "" if r["goal"] is None else "<= " + form.format(r["goal"])
+        form = {"x": "{:,.2f}x", "%": "{:.2%}"}.get(r["unit"], "{:,.0f} " + r["unit"])
+        goal = "" if r["goal"] is None else (">= " if r["at_least"] else "<= ") + form.format(r["goal"])
         met = {None: "", True: "[green]met[/green]", False: "[red]missed[/red]"}[r["met"]]
         table.add_row(r["what"], form.format(r["value"]), goal, met)
     out.print(table)
@@ -81,7 +81,6 @@ def print_machine(out: Console, m: dict) -> None:
     out.print(f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, no GPU, {m['system']}")
     versions = ("sglang", "torch", "python", "sglang-persist")
     out.print(", ".join(f"{name} {m[name]}" for name in versions), highlight=False)
-    out.print(NOTE)
 
 
 def write_json(path: Path, result: dict) -> None:

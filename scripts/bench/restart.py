@@ -228,6 +228,7 @@ def show(result: dict) -> None:
     row("stopped", lambda v: f"{statistics.median(v['stop']['cold']):.1f} s")
     out.print(table)
     print_machine(out, result["machine"])
+    out.print(NOTE)
 
 
 def cached(v: dict) -> dict:

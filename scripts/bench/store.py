@@ -6,7 +6,6 @@ holds them, in one run, in turn; a ratio compares two of the same case.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -19,19 +18,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+from report import ROOT, machine, options, print_machine, print_ratios, ratio, steps, write_json, write_png
+from rich.console import Console
+from rich.table import Table
 
-import flow  # noqa: E402
-import numpy as np  # noqa: E402
-import real  # noqa: E402
-import serving  # noqa: E402
-import torch  # noqa: E402
-import zstandard  # noqa: E402
+sys.path.append(str(ROOT / "tests" / "engine"))
 
-from sglang_persist.engine.runtime import BUSY_SLICE  # noqa: E402
-from sglang_persist.store import names, shard  # noqa: E402
-from sglang_persist.store.writer import encode_record  # noqa: E402
+import flow
+import numpy as np
+import real
+import serving
+import torch
+import zstandard
+
+from sglang_persist.engine.runtime import BUSY_SLICE
+from sglang_persist.store import names, shard
+from sglang_persist.store.writer import encode_record
 
 SMOL = {"layers": 30, "heads": 3, "dim": 64}  # SmolLM2-135M: 23,040 bytes of KV a token
 FOUR_KIB = {"layers": 4, "heads": 4, "dim": 64}  # 4,096 bytes a token
@@ -107,6 +109,12 @@ class Peak:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _scratch() -> Path:
+    path = ROOT / ".cache" / "bench"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def seconds(work, times: int = 1) -> float:
@@ -400,35 +408,119 @@ def plan(quick: bool) -> list[tuple[str, str, dict]]:
     ]
 
 
-def _scratch() -> Path:
-    path = ROOT / ".cache" / "bench"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def run_case(case: str, arguments: dict) -> dict:
-    """In a process of its own."""
-    command = [sys.executable, __file__, "--case", case, "--arguments", json.dumps(arguments)]
+    """In a process of its own, so that its peak of memory is its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--case", case, "--arguments", json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"case {case} {arguments} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", help="labels that begin with this")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(CASES[args.case](**args.arguments)))
-        return
-    for label, case, arguments in plan(args.quick):
-        if not args.only or label.startswith(args.only):
-            print(label, json.dumps(run_case(case, arguments)), flush=True)
+def ratios(cases: dict[str, dict]) -> list[dict]:
+    found = []
+
+    def add(what: str, value: float, goal: float | None = None, **kind) -> None:
+        found.append(ratio(what, value, goal, **kind))
+
+    more = {"at_least": True}
+    for label, c in cases.items():
+        if label.startswith("rates"):
+            add(f"restore / bare decode, page cache, {c['threads']} threads", c["restore_over_decode"], 0.7, **more)
+            add(f"restore / reading the disk, both cold, {c['threads']} threads",
+                c["restore_cold"] / (c["disk_read_cold_stored"] * c["bytes"] / c["stored"]))  # fmt: skip
+            add(f"save / writing the raw bytes, {c['threads']} threads", c["save"] / c["disk_write_raw"])
+    if c := cases.get("codec"):
+        for threads in (1, 2):
+            t = c[f"threads_{threads}"]
+            add(f"decode / plain zstd 1, {threads} threads", t["decode"] / t["zstd_decode"], 1.7, **more)
+            add(f"encode / plain zstd 1, {threads} threads", t["encode"] / t["zstd_encode"], 1.2, **more)
+        add("raw bytes / stored, 16-bit KV", c["ratio"], 1.47, **more)
+        add("the same, of plain zstd 1", c["ratio_zstd"])
+        add("the same, at the entropy bound", c["ratio_bound"])
+    if c := cases.get("growth"):
+        add(f"snapshot of {c['more']:,} new tokens / the full one of {c['tokens']:,}", c["delta_share"],
+            3 * c["more"] / c["tokens"], unit="%")  # fmt: skip
+        add("its peak of memory, MiB", max(c["full_peak"], c["delta_peak"]) / 2**20,
+            256 + 32 * c["tokens"] / 2**20, unit="MiB")  # fmt: skip
+    of_tokens = [c for label, c in cases.items() if label.startswith("tokens") and c["tokens"] >= 10**5]
+    for c in of_tokens[1:]:
+        per_token = c["restore_ns_per_token"] / of_tokens[0]["restore_ns_per_token"]
+        add(f"restore, time a token: {c['tokens']:,} / {of_tokens[0]['tokens']:,}", per_token, 1.3)
+    for c in of_tokens[-1:]:
+        for what in ("save", "restore"):
+            add(f"peak of memory, {what} of {c['tokens']:,} tokens", c[f"{what}_peak"] / 2**20,
+                256 + 32 * c["tokens"] / 2**20, unit="MiB")  # fmt: skip
+    for label, c in cases.items():
+        if label.startswith("pauses"):
+            goal = 10 if c["nodes"] <= 10_000 else 50
+            for which in ("first", "next"):
+                add(f"longest pause of the scheduler's thread, {which} snapshot of {c['nodes']:,} nodes",
+                    c[which]["longest"] * 1000, goal, unit="ms")  # fmt: skip
+    return found
+
+
+def show(result: dict) -> None:
+    out = Console()
+    print_ratios(out, result["ratios"])
+    for label, case in result["cases"].items():
+        table = Table(title=label, show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for key, value in case.items():
+            for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+                shown = f"{number:,.4g}" if isinstance(number, float) else f"{number:,}"
+                table.add_row(f"{key} {name}".strip(), shown)
+        out.print(table)
+    out.print("Rates are GB/s of KV bytes as the pool holds them; durations are seconds, memory and sizes bytes.")
+    print_machine(out, result["machine"])
+
+
+def draw(result: dict, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    cases = result["cases"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
+    rates = {label: c for label, c in cases.items() if label.startswith("rates")}
+    shown = ("save", "disk_write_raw", "restore_cold", "restore_warm", "decode_warm", "memcpy")
+    for i, (label, c) in enumerate(rates.items()):
+        at = [x + (i - (len(rates) - 1) / 2) * 0.4 for x in range(len(shown))]
+        left.bar_label(left.bar(at, [c[name] for name in shown], 0.4, label=label), fmt="%.2f", fontsize=8)
+    left.set_xticks(range(len(shown)), [name.replace("_", "\n") for name in shown], fontsize=8)
+    left.set_ylabel("GB/s of KV")
+    left.set_title("Save and restore, end to end, and what bounds them", fontsize=10)
+    left.legend(fontsize=8)
+    by_tokens = [c for label, c in cases.items() if label.startswith("tokens")]
+    for what in ("save", "restore"):
+        right.plot([c["tokens"] for c in by_tokens], [c[what] for c in by_tokens], marker="o", label=what)
+    right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_xlabel("tokens, 64 bytes of KV each")
+    right.set_ylabel("seconds")
+    right.set_title("How both grow", fontsize=10)
+    right.legend(fontsize=8)
+    m = result["machine"]
+    figure.suptitle(f"The store: {m['cpu']}, {m['cores']} cores", fontsize=11)
+    write_png(path, figure)
+
+
+def main() -> int:
+    if "--case" in sys.argv:
+        print(json.dumps(CASES[sys.argv[2]](**json.loads(sys.argv[4]))))
+        return 0
+    given = options("store", __doc__.splitlines()[0])
+    cases = {}
+    for label, case, arguments in plan(given.quick):
+        with steps.status(label):
+            # The smallest sizes in one process: most of a case's time would be that of its imports.
+            cases[label] = CASES[case](**arguments) if given.quick else run_case(case, arguments)
+        steps.print(f"{label}: done")
+    result = {"benchmark": "store", "quick": given.quick, "ratios": ratios(cases), "machine": machine(), "cases": cases}
+    write_json(given.json, result)
+    draw(result, given.png)
+    show(result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

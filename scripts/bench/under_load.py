@@ -298,6 +298,7 @@ def show(result: dict) -> None:
     row("restored after", lambda m: "-" if m["restored_after"] is None else f"{m['restored_after']:.1f} s")
     out.print(table)
     print_machine(out, result["machine"])
+    out.print(NOTE)
 
 
 def restored(m: dict) -> str:

@@ -16,6 +16,7 @@ from process import Process
 from simfs import ALL_LOST, GROWING, KILLED, Crash, SimFs
 
 from sglang_persist.fs import REAL, FileSystem
+from sglang_persist.model import Rates
 from sglang_persist.store import attempts, names, shard, verify
 from sglang_persist.store.root import SUBDIRECTORY
 
@@ -326,3 +327,45 @@ def test_a_start_that_is_killed_at_any_step_costs_the_next_one_nothing(monkeypat
         assert verify.verify(REAL, left).findings == []
         shutil.rmtree(tmp_path / f"run-{n}")
         shutil.rmtree(left)
+
+
+def test_when_the_server_begins_to_drain_what_is_new_is_saved_and_the_end_finds_little_left(monkeypatch, tmp_path, rng):
+    process = Process(monkeypatch, tmp_path / "store").start()
+    real.populate(process.engine, rng, 4)
+    there = process.engine.cache.total_size()[0]
+    process.persistence.request_drain()
+    process.passes(lambda: process.status["snapshot"]["last_tokens"] == there)
+    process.engine.put(real.random_tokens(rng, 30))  # the last request of all
+    process.stop()
+    found = process.status["snapshot"]
+    assert (found["generation"], found["last_new_tokens"]) == (2, 30)
+    assert [m.reason for m in manifests(tmp_path / "store")] == ["shutdown", "shutdown"]
+
+
+def test_paths_that_are_computed_faster_than_they_load_are_left_out_of_both(monkeypatch, tmp_path, rng):
+    def keep(process, least):
+        rates = Rates(load=100.0, path_seconds=0.0, prefill=1000.0) if least else Rates()
+        process.persistence.keeper.rates = rates
+
+    process = Process(monkeypatch, tmp_path / "store").start()
+    long, short = (process.engine.put(real.random_tokens(rng, n)) for n in (300, 200))
+    keep(process, least=True)
+    assert process.snapshot()["last_tokens"] == 300
+    assert process.status["break_even"]["least_tokens"] == 256
+    keep(process, least=False)
+    assert process.snapshot()["last_tokens"] == 500
+    keep(process, least=True)
+    process.engine.put(real.random_tokens(rng, 300))
+    process.snapshot()
+    keep(process, least=False)  # what the last manifest says stands in it, not in this process
+    process.persistence.home.close()
+    again = Process(monkeypatch, tmp_path / "store").start()
+    assert again.status["break_even"]["least_tokens"] == 256
+    assert (again.engine.match(long), again.engine.match(short)) == (300, 0)
+    overruled = Process(monkeypatch, tmp_path / "store", min_tokens=0).start()
+    assert overruled.status["break_even"]["least_tokens"] == 0
+
+
+def manifests(store: Path) -> list:
+    (path,) = names.shard_dirs(REAL, store)
+    return [shard.load_manifest(REAL, path, g) for g in shard.generations(REAL, path)]

@@ -10,7 +10,7 @@ import pytest
 import serving
 
 pytestmark = pytest.mark.server
-SCRIPTS = {"restart": "restart", "serving": "under_load"}
+SCRIPTS = {"restart": "restart", "serving": "under_load", "store": "store"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -28,7 +28,9 @@ def bench(name: str, at) -> dict:
     assert found["machine"]["cores"] > 0
     for ratio in found["ratios"]:
         assert ratio["value"] > 0
-        assert ratio["met"] is (None if ratio["goal"] is None else ratio["value"] <= ratio["goal"])
+        value, goal = ratio["value"], ratio["goal"]
+        met = None if goal is None else value >= goal if ratio["at_least"] else value <= goal
+        assert ratio["met"] is met
     return found
 
 
@@ -64,3 +66,15 @@ def test_serving_saves_and_restores_under_load(tmp_path):
     assert restoring["status"]["before"]["restore"]["tokens_restored"] < restore["tokens_total"]
     assert restore["state"] == "done"
     assert restore["tokens_restored"] == restore["tokens_total"] > 0
+
+
+def test_store_is_measured_against_the_machine(tmp_path):
+    found = bench("store", tmp_path)
+    cases = found["cases"]
+    assert [label.split()[0].strip(",") for label in cases] == ["codec", "rates", "growth", "tokens", "pauses"]
+    codec, rates = cases["codec"], cases["rates, 1 thread"]
+    assert 1 < codec["ratio_zstd"] < codec["ratio"] < codec["ratio_bound"] < 2
+    assert rates["stored"] < 0.75 * rates["bytes"]
+    for name in ("save", "restore_warm", "restore_cold", "decode_warm", "memcpy", "disk_write_raw"):
+        assert rates[name] > 0
+    assert cases["pauses 500"]["first"]["passes"] > 1
