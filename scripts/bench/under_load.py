@@ -117,6 +117,7 @@ def start_both(server: Server, sizes: Sizes, work: Path, output: Path) -> tuple[
             return load, starting.result()
         except BaseException:
             load.kill()
+            server.kill()
             raise
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import serving
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 SCRIPTS = {"restart": "restart", "serving": "under_load", "store": "store"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -19,9 +19,15 @@ def bench(name: str, at) -> dict:
     # Not by its script: that would set up and take the environment of the pinned engine, whatever this one is.
     script = serving.ROOT / "scripts" / "bench" / f"{SCRIPTS[name]}.py"
     command = [sys.executable, script, "--quick", "--json", result, "--png", picture]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.lstrip().startswith("Ratios")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(list(map(str, command)), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            shown, steps = process.communicate()
+        except BaseException:
+            process.terminate()  # killed, it would leave its server behind
+            raise
+    assert process.returncode == 0, steps[-3000:]
+    assert shown.lstrip().startswith("Ratios")
     assert picture.read_bytes().startswith(PNG)
     found = json.loads(result.read_text())
     assert found["benchmark"] == name and found["quick"]
