@@ -29,8 +29,8 @@ class Tree(Protocol):
         there as a whole and, again, in part. `at_once`: in one go, at one instant.
         """
 
-    def content(self, node_id: int) -> Content | None:
-        """Token ids and page hashes of a node; None once it is gone."""
+    def content(self, node: TreeNode) -> Content | None:
+        """Token ids and page hashes of a node as it was shown, also after a split; None once it is gone."""
 
     def slots(self, node: TreeNode, start: int, end: int):
         """Slots of positions [start, end) of the path that ends with this node; None once it is gone.

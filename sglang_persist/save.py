@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_persist.errors import FormatError, StoreError, StoreFull
+from sglang_persist.format.segment import RecordKey
 from sglang_persist.keeper import TREE_SHARE, Budget, Keeper, SaveRequest
+from sglang_persist.model import HASH_BYTES
 from sglang_persist.plan.fitting import fit, new_sizes, restrict
 from sglang_persist.plan.paths import select
-from sglang_persist.plan.saving import RecordPlan, SavePlan, plan_save, settle
-from sglang_persist.plan.tree import TreeNodes
+from sglang_persist.plan.saving import SavePlan, plan_save, settle
+from sglang_persist.plan.tree import Content, TreeNodes
 from sglang_persist.ports import Gathered, Pages, Tree, Waiting
 from sglang_persist.store.writer import SegmentWriter
 
@@ -61,7 +63,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
             raise
     elif budget.room < 0:
         yield from _finish(home.run(keeper.hold))
-    if not len(nodes) or (not plan.records and ready.complete and (yield from home.is_current(plan))):
+    if not len(nodes) or (not len(plan.records) and ready.complete and (yield from home.is_current(plan))):
         tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None
@@ -139,8 +141,9 @@ def _write(
 ) -> Generator[Waiting, None, list[int]]:
     """Hand the records to the writer, in order, until time or room is used up: how many pages of each were there."""
     kept: list[int] = []
-    for record in plan.records:
-        size = writer.cost(record.key)
+    reader = _Reader(tree, pages, plan)
+    for i, count in enumerate(plan.records.record_pages().tolist()):
+        size = writer.cost(0, count)
         while not writer.ready():
             yield writer.ready
         # What is not coded yet counts as it is: the estimate that the plan was made from may have been too good.
@@ -148,26 +151,54 @@ def _write(
             yield writer.idle
         if (request.deadline and time.monotonic() > request.deadline) or writer.due() + size > room:
             break
-        count, found = _gather(tree, pages, plan.nodes, record)
-        kept.append(count)
-        if count:
-            writer.submit(record.key.first_pages(count, tree.page_tokens), found.raw, found.arrived, found.done)
+        key, found = reader.read(i)
+        kept.append(key.pages if key else 0)
+        if key:
+            writer.submit(key, found.raw, found.arrived, found.done)
         yield None
     return kept
 
 
-def _gather(tree: Tree, pages: Pages, nodes, record: RecordPlan) -> tuple[int, Gathered | None]:
-    """The record's KV as far as its nodes are still there: (pages, bytes)."""
-    runs, count = [], 0
-    for source in record.sources:
-        node = nodes[source.node]
-        start = node.start + source.first * tree.page_tokens
-        slots = tree.slots(node, start, start + source.pages * tree.page_tokens)
-        if slots is None:  # evicted since it was planned, so everything below it is gone as well
-            break
-        runs.append(slots)
-        count += source.pages
-    return count, pages.gather(record.key.pool, runs) if runs else None
+class _Reader:
+    """Reads the records of a plan from the tree and the pool, as far as their nodes are still there."""
+
+    def __init__(self, tree: Tree, pages: Pages, plan: SavePlan):
+        self._tree, self._pages, self._plan = tree, pages, plan
+        self._last: tuple[int, Content | None] = (-1, None)
+
+    def read(self, record: int) -> tuple[RecordKey, Gathered] | tuple[None, None]:
+        tree, parts, runs = self._tree, [], []
+        for node, first, pages in self._plan.records.sources(record):
+            live = self._plan.nodes[node]
+            start = live.start + first * tree.page_tokens
+            found = self._content(node)
+            slots = found and tree.slots(live, start, start + pages * tree.page_tokens)
+            if slots is None:  # evicted since it was planned, so everything below it is gone as well
+                break
+            parts.append((found, start, first, pages))
+            runs.append(slots)
+        if not parts:
+            return None, None
+        return _key(parts, tree.page_tokens), self._pages.gather(0, runs)
+
+    def _content(self, node: int) -> Content | None:
+        # A long node is in many records, one after the other.
+        if self._last[0] != node:
+            self._last = node, self._tree.content(self._plan.nodes[node])
+        return self._last[1]
+
+
+def _key(parts: list[tuple[Content, int, int, int]], page_tokens: int) -> RecordKey:
+    """What a record is about: pages [first, first + pages) of these contents, the first of them at `start`."""
+    top, start, first, _ = parts[0]
+    extra = top.space.extra_tokens
+    # Neighbouring bigram runs share their boundary token.
+    tokens = [c.tokens[low * page_tokens : (low + n) * page_tokens + extra] for c, _, low, n in parts]
+    return RecordKey(
+        0, top.space, start, top.hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else top.parent_hash,
+        np.concatenate([tokens[0], *(run[extra:] for run in tokens[1:])]),
+        b"".join(c.hashes[low * HASH_BYTES : (low + n) * HASH_BYTES] for c, _, low, n in parts),
+    )  # fmt: skip
 
 
 def _finish(future: Future) -> Generator[Waiting, None, object]:

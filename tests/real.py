@@ -84,10 +84,10 @@ class Engine:
                 chain.append(nodes[at])
                 at = nodes[at].parent
             chain.reverse()
-            space = self.tree.content(leaf.id).space
+            space = self.tree.content(leaf).space
             tokens: list[int] = []
             for node in chain:
-                own = self.tree.content(node.id).tokens.tolist()
+                own = self.tree.content(node).tokens.tolist()
                 tokens += own if not tokens else own[space.extra_tokens :]
             slots = self.tree.slots(leaf, 0, leaf.end)
             kv = self.pages.gather(0, [slots]).raw.tobytes()

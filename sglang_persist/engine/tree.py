@@ -188,7 +188,24 @@ class LiveTree:
             self.core.evict_device_end(FULL)
         return out
 
-    def content(self, node_id: int) -> Content | None:
+    def content(self, node: TreeNode) -> Content | None:
+        found = self._content(node.id)
+        if found is None or found.fits(node):
+            return found
+        # It was split since: the id stayed with the lower half, and its other parts stand above.
+        try:
+            (path,) = self.core.collect_path_info([node.id])
+        except KeyError:
+            return None
+        parts = [self._content(info.node_id) for info in path if info.path_end > node.start]
+        if not parts or None in parts:
+            return None
+        extra, top = found.space.extra_tokens, parts[0]
+        tokens = np.concatenate([top.tokens, *(part.tokens[extra:] for part in parts[1:])])
+        whole = Content(top.space, tokens, b"".join(part.hashes for part in parts), top.parent_hash)
+        return whole if whole.fits(node) else None
+
+    def _content(self, node_id: int) -> Content | None:
         found = self.core.snapshot_buffer_backup(node_id, False)
         if found is None:
             return None

@@ -12,7 +12,7 @@ from sglang_persist.model import Manifest, Node, Piece, Space
 from sglang_persist.nodes import NodeTable
 from sglang_persist.plan.loading import resolve
 from sglang_persist.plan.paths import choose_paths
-from sglang_persist.plan.saving import RecordPlan, SavePlan, Settled, Source, Stored
+from sglang_persist.plan.saving import SavePlan, Settled, Stored
 from sglang_persist.plan.tree import KnownNodes
 
 
@@ -26,25 +26,12 @@ def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool =
     for i, share in choice.cut.items():
         if count := _cut(plan, i, share, of_new):
             pages[i] = count
-    index = {old: new for new, old in enumerate(sorted(pages))}
-    out = SavePlan(
-        plan.page_tokens,
-        plan.nodes.take(np.array(list(index), np.int64)),
-        np.array([pages[i] for i in index], np.int64),
-        Stored.of([_first_pieces(plan.stored[i], pages[i]) for i in index]),
-        [],
-    )
-    for record in plan.records:
-        # A record follows a path downwards, so what falls away is its end.
-        sources = [
-            Source(index[s.node], s.first, n)
-            for s in record.sources
-            if s.node in index and (n := min(s.pages, pages[s.node] - s.first)) > 0
-        ]
-        if sources:
-            count = sum(s.pages for s in sources)
-            out.records.append(RecordPlan(record.key.first_pages(count, plan.page_tokens), sources))
-    return out
+    chosen = np.array(sorted(pages), np.int64)
+    place = np.full(len(plan.nodes), -1, np.int64)
+    place[chosen] = np.arange(len(chosen))
+    kept = np.array([pages[i] for i in chosen.tolist()], np.int64)
+    stored = Stored.of([_first_pieces(plan.stored[i], pages[i]) for i in chosen.tolist()])
+    return SavePlan(plan.page_tokens, plan.nodes.take(chosen), kept, stored, plan.records.cut(place, kept))
 
 
 def _cut(plan: SavePlan, i: int, share: float, of_new: bool) -> int:
@@ -79,11 +66,8 @@ def stored_sizes(pieces: Sequence[Sequence[Piece]], segments: Mapping[bytes, Seg
 
 def new_sizes(plan: SavePlan, page_bytes: float) -> list[int]:
     """Bytes that the pages of each node will take which are not stored yet."""
-    pages = [0] * len(plan.nodes)
-    for record in plan.records:
-        for source in record.sources:
-            pages[source.node] += source.pages
-    return [round(n * page_bytes) for n in pages]
+    pages = np.bincount(plan.records.node, plan.records.pages, len(plan.nodes))
+    return np.rint(pages * page_bytes).astype(np.int64).tolist()
 
 
 def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: float, budget: float) -> Iterator[SavePlan]:

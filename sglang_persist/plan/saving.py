@@ -3,18 +3,22 @@
 Nodes seen before are known by id (an id survives a split as the lower half, so the end stays and the start can only
 move up). Of others the page hashes are looked up among the stored ones; runs of pages that are not stored become
 records, packed along a path across node boundaries, so that many short nodes of one path share a record.
+
+A plan holds no token ids and no hashes, and next to no object a node: it may be of a large tree, and is made on the
+thread that serves.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_persist.format.segment import KEY_BYTES, RecordKey, SegmentIndex
+from sglang_persist.format.segment import KEY_BYTES, SegmentIndex
 from sglang_persist.model import HASH_BYTES, Piece, Space
-from sglang_persist.nodes import NodeTable, Pieces
+from sglang_persist.nodes import PIECE, NodeTable, Pieces, ranges
 from sglang_persist.plan.paths import highest_below
 from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 
@@ -22,39 +26,75 @@ from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 STEP_NODES = 256
 
 
-@dataclass(slots=True)
-class Source:
-    """A run of pages of one live node, as part of a record."""
+class Records:
+    """Records to write. The sources of record i are rows [bounds[i], bounds[i + 1]) of three columns: pages [first,
+    first + pages) of a node each, one following the other on a path."""
 
-    node: int
-    first: int
-    pages: int
+    def __init__(self, node: np.ndarray, first: np.ndarray, pages: np.ndarray, bounds: np.ndarray):
+        self.node, self.first, self.pages, self.bounds = node, first, pages, bounds
 
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
 
-@dataclass(slots=True)
-class RecordPlan:
-    key: RecordKey
-    sources: list[Source]
+    def sources(self, record: int) -> list[tuple[int, int, int]]:
+        """(node, first, pages) of each."""
+        rows = slice(self.bounds[record], self.bounds[record + 1])
+        return list(zip(*(c[rows].tolist() for c in (self.node, self.first, self.pages)), strict=True))
+
+    @property
+    def owner(self) -> np.ndarray:
+        """Of each source, its record."""
+        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+
+    def record_pages(self) -> np.ndarray:
+        """Of each record, its pages."""
+        return np.bincount(self.owner, self.pages, len(self)).astype(np.int64)
+
+    def take(self, records: np.ndarray) -> Records:
+        """These records, in this order."""
+        counts = np.diff(self.bounds)[records]
+        rows = ranges(self.bounds[:-1][records], counts)
+        return Records(self.node[rows], self.first[rows], self.pages[rows], np.concatenate([[0], np.cumsum(counts)]))
+
+    def cut(self, node: np.ndarray, pages: np.ndarray) -> Records:
+        """With other numbers for nodes, -1 for those that fall away, and as far as nodes have so many `pages` (by new
+        numbers). A record follows a path downwards, so what falls away is its end."""
+        to = node[self.node]
+        left = np.where(to >= 0, np.minimum(self.pages, pages[to] - self.first), 0) if len(pages) else self.pages * 0
+        keep = left > 0
+        counts = np.bincount(self.owner[keep], minlength=len(self))
+        bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+        return Records(to[keep], self.first[keep], left[keep], bounds)
 
 
 class Stored(Sequence):
     """Of each node of a plan: its space and what is stored of it; None where it vanished while it was planned.
 
-    Those that are stored as they are known are rows of `known`; the others have an entry of their own.
+    Those that are stored as they are known are rows of `known`; of some, pieces were found or cut, these are in `own`;
+    of the others nothing is stored, and `new` has their spaces by number, or -1 where they vanished.
     """
 
     def __init__(self, known: KnownNodes, rows: np.ndarray):
         self.known, self.rows = known, rows
-        self.own: dict[int, tuple[Space, Sequence[Piece]] | None] = {}
+        self.own: dict[int, tuple[Space, Sequence[Piece]]] = {}
+        self.new = np.full(len(rows), -1, np.int64)
+        self.spaces: dict[Space, int] = {}
 
     @classmethod
     def of(cls, entries: Sequence[tuple[Space, Sequence[Piece]] | None]) -> Stored:
         out = cls(KnownNodes(), np.full(len(entries), -1, np.int64))
-        out.own = dict(enumerate(entries))
+        for i, entry in enumerate(entries):
+            if entry:
+                out.put(i, *entry)
         return out
 
-    def vanished(self, i: int) -> bool:
-        return self.rows[i] < 0 and self.own[i] is None
+    def put(self, i: int, space: Space, pieces: Sequence[Piece]) -> None:
+        self.new[i] = self.spaces.setdefault(space, len(self.spaces))
+        if pieces:
+            self.own[i] = (space, pieces)
+
+    def vanished(self) -> np.ndarray:
+        return (self.rows < 0) & (self.new < 0)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,9 +102,11 @@ class Stored(Sequence):
     def __getitem__(self, i: int) -> tuple[Space, Sequence[Piece]] | None:
         if not 0 <= i < len(self.rows):
             raise IndexError(i)
-        if (row := int(self.rows[i])) < 0:
+        if (row := int(self.rows[i])) >= 0:
+            return self.known.spaces[self.known.space[row]], self.known.pieces[row]
+        if i in self.own:
             return self.own[i]
-        return self.known.spaces[self.known.space[row]], self.known.pieces[row]
+        return (list(self.spaces)[self.new[i]], ()) if self.new[i] >= 0 else None
 
 
 @dataclass
@@ -74,40 +116,55 @@ class SavePlan:
     #: Of each node: how many of its pages are to be stored, from its start. Fewer than all where room ends within it.
     pages: np.ndarray
     stored: Stored
-    records: list[RecordPlan]
+    records: Records
 
     @property
     def new_pages(self) -> int:
-        return sum(r.key.pages for r in self.records)
+        return int(self.records.pages.sum())
 
 
-@dataclass(slots=True)
-class _Run:
-    """A record in the making."""
+class _Packer:
+    """Makes records of runs of pages, in the order in which these come."""
 
-    space: Space
-    start: int
-    parent_hash: bytes
-    sources: list[Source]
-    tokens: list[np.ndarray]
-    hashes: list[bytes]
-    pages: int = 0
+    def __init__(self, nodes: TreeNodes, page_tokens: int, record_pages: int):
+        self._nodes, self._page_tokens, self._most = nodes, page_tokens, record_pages
+        self._sources, self._bounds = array("q"), array("q", [0])
+        self._room = 0  # in the open record
+        self._node = self._end = -1  # where its last source ends
 
-    def add(self, source: Source, tokens: np.ndarray, hashes: bytes) -> None:
-        # Neighbouring bigram runs share their boundary token.
-        self.tokens.append(tokens[self.space.extra_tokens :] if self.tokens else tokens)
-        self.sources.append(source)
-        self.hashes.append(hashes)
-        self.pages += source.pages
+    def add(self, i: int, low: int, high: int) -> None:
+        """Pages [low, high) of node i."""
+        while low < high:
+            if not self._room or not self._continues(i, low):
+                self._close()
+                self._room = self._most
+            count = min(high - low, self._room)
+            self._sources.extend((i, low, count))
+            self._room -= count
+            low += count
+            self._node, self._end = i, low
 
-    def plan(self) -> RecordPlan:
-        key = RecordKey(0, self.space, self.start, self.parent_hash, np.concatenate(self.tokens), b"".join(self.hashes))
-        return RecordPlan(key, self.sources)
+    def _continues(self, i: int, low: int) -> bool:
+        """Whether page `low` of node `i` directly follows the last page on the same path."""
+        if self._node == i:
+            return self._end == low
+        start, end = int(self._nodes.start[self._node]), int(self._nodes.end[self._node])
+        below = int(self._nodes.parent[i]) == self._node
+        return low == 0 and below and self._end == (end - start) // self._page_tokens
+
+    def _close(self) -> None:
+        if len(self._sources) // 3 > self._bounds[-1]:
+            self._bounds.append(len(self._sources) // 3)
+
+    def records(self) -> Records:
+        self._close()
+        columns = np.array(self._sources, np.int64).reshape(-1, 3).T.copy()
+        return Records(*columns, np.array(self._bounds, np.int64))
 
 
 def plan_save(
     nodes: TreeNodes,
-    content: Callable[[int], Content | None],
+    content: Callable[[TreeNode], Content | None],
     known: KnownNodes,
     segments: Mapping[bytes, SegmentIndex],
     page_tokens: int,
@@ -122,61 +179,44 @@ def plan_save(
     rows, end = known.rows(nodes.id), nodes.start + pages * page_tokens
     if len(known.id):
         rows[(known.start[rows] != nodes.start) | (known.end[rows] != end)] = -1
-    plan = SavePlan(page_tokens, nodes, pages, stored := Stored(known, rows), [])
+    stored, packer = Stored(known, rows), _Packer(nodes, page_tokens, record_pages)
     others = np.flatnonzero(rows < 0).tolist()
     yield None
-    run: _Run | None = None
     for low in range(0, len(others), STEP_NODES):
-        unknown: dict[int, Content] = {}
+        firsts: dict[int, bytes] = {}
         for i in others[low : low + STEP_NODES]:
             node = nodes[i]
             before = known.get(node.id)
-            if node.parent >= 0 and stored.vanished(node.parent):
-                stored.own[i] = None
-            elif before and before.start <= node.start and end[i] <= before.end:
+            if node.parent >= 0 and rows[node.parent] < 0 and stored.new[node.parent] < 0:
+                continue  # what it stands on has vanished
+            if before and before.start <= node.start and end[i] <= before.end:
                 skip = (node.start - before.start) // page_tokens
                 cut = [c for p in before.pieces if (c := p.cut(skip, skip + int(pages[i])))]
-                stored.own[i] = (before.space, cut)
-            elif (found := content(node.id)) is None or not found.fits(node):
-                stored.own[i] = None
-            else:
-                unknown[i] = found
-                stored.own[i] = (found.space, [])
+                stored.put(i, before.space, cut)
+                firsts[i] = b""
+            elif (found := content(node)) is not None:
+                stored.put(i, found.space, ())
+                firsts[i] = found.hashes[:HASH_BYTES]
             yield None
         # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
-        for (i, found), somewhere in zip(unknown.items(), _first_pages(unknown.values(), segments), strict=True):
-            if somewhere:
+        looked = [i for i, first in firsts.items() if first]
+        somewhere = dict(zip(looked, _anywhere([firsts[i] for i in looked], segments), strict=True))
+        for i in firsts:
+            if somewhere.get(i) and (found := content(nodes[i])) is not None:
                 pieces = find_pieces(found, int(nodes.start[i]), segments, page_tokens)
-                stored.own[i] = (found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
-            run = _pack(plan, run, i, nodes[i], found, stored.own[i][1], record_pages)
+                stored.put(i, found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
+            for first, last in _gaps(stored.own[i][1] if i in stored.own else (), int(pages[i])):
+                packer.add(i, first, last)
             yield None
-    if run:
-        plan.records.append(run.plan())
-    if plan.records:
+    records = packer.records()
+    yield None
+    if len(records) > 1:
         # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
-        newest = highest_below(nodes.parent, range(len(nodes)))
+        newest = np.array(highest_below(nodes.parent, range(len(nodes))))
         yield None
-        plan.records.sort(key=lambda r: min((-newest[source.node], source.node) for source in r.sources))
-    return plan
-
-
-def _pack(plan: SavePlan, run: _Run | None, i: int, node: TreeNode, content: Content, pieces: Sequence[Piece],
-          record_pages: int) -> _Run | None:  # fmt: skip
-    """Add the pages of a node that no piece covers to the open run, closing runs that are full or end elsewhere."""
-    page, extra = plan.page_tokens, content.space.extra_tokens
-    for low, high in _gaps(pieces, int(plan.pages[i])):
-        while low < high:
-            if run and not (run.pages < record_pages and _continues(plan, run, i, low)):
-                plan.records.append(run.plan())
-                run = None
-            if run is None:
-                parent = content.hashes[(low - 1) * HASH_BYTES : low * HASH_BYTES] if low else content.parent_hash
-                run = _Run(content.space, node.start + low * page, parent, [], [], [])
-            count = min(high - low, record_pages - run.pages)
-            tokens = content.tokens[low * page : (low + count) * page + extra]
-            run.add(Source(i, low, count), tokens, content.hashes[low * HASH_BYTES : (low + count) * HASH_BYTES])
-            low += count
-    return run
+        top = records.node[records.bounds[:-1]]
+        records = records.take(np.lexsort((top, -newest[top])))
+    return SavePlan(page_tokens, nodes, pages, stored, records)
 
 
 def _gaps(pieces: Sequence[Piece], total: int) -> Iterable[tuple[int, int]]:
@@ -189,29 +229,19 @@ def _gaps(pieces: Sequence[Piece], total: int) -> Iterable[tuple[int, int]]:
         yield at, total
 
 
-def _continues(plan: SavePlan, run: _Run, i: int, low: int) -> bool:
-    """Whether page `low` of node `i` directly follows the run's last page on the same path."""
-    last = run.sources[-1]
-    end = last.first + last.pages
-    if last.node == i:
-        return end == low
-    parent = plan.nodes[last.node]
-    return low == 0 and plan.nodes.parent[i] == last.node and end == (parent.end - parent.start) // plan.page_tokens
-
-
 def _keys(hashes: bytes) -> np.ndarray:
     """What an index has of page hashes, [pages, 2] u64."""
     pages = len(hashes) // HASH_BYTES
     return np.frombuffer(hashes, np.uint8).reshape(pages, HASH_BYTES)[:, :KEY_BYTES].copy().view("<u8")
 
 
-def _first_pages(contents: Iterable[Content], segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
-    """Of each node, whether a page like its first one is in any segment."""
-    keys = _keys(b"".join(c.hashes[:HASH_BYTES] for c in contents))
+def _anywhere(hashes: Sequence[bytes], segments: Mapping[bytes, SegmentIndex]) -> list[bool]:
+    """Of each page hash, whether a page like that is in any segment."""
+    keys = _keys(b"".join(hashes))
     out = np.zeros(len(keys), bool)
     for index in segments.values():
         out |= index.find(keys) >= 0
-    return out
+    return out.tolist()
 
 
 def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIndex], page_tokens: int) -> list[Piece]:
@@ -282,41 +312,67 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generato
     """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
     the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed. In steps."""
     stored, nodes, known = plan.stored, plan.nodes, plan.stored.known
-    changed = {i: list(entry[1]) if entry else [] for i, entry in stored.own.items()}
-    for record, (segment, ordinal, pages) in zip(plan.records, placed, strict=False):
-        first = 0
-        for source in record.sources:
-            count = min(source.pages, pages - first)
-            if count > 0:
-                piece = Piece(0, source.first, segment, ordinal, first, count)
-                changed[source.node].append(piece)
-            first += source.pages
+    of_known = np.flatnonzero(stored.rows >= 0)
+    groups = (
+        (of_known, known.pieces.take(stored.rows[of_known])),
+        (np.fromiter(stored.own, np.int64, len(stored.own)), Pieces.of([pieces for _, pieces in stored.own.values()])),
+        _written(plan.records, placed),
+    )
     yield None
-    own = Pieces.of([sorted(pieces, key=lambda p: p.at) for pieces in changed.values()])
-    # Of every node its row in what is known, or, behind that, in what is of its own.
-    rows = stored.rows.copy()
-    rows[list(changed)] = len(known.id) + np.arange(len(changed))
+    every = Pieces.join([pieces for _, pieces in groups])
+    owner = np.concatenate([owners for owners, _ in groups])[every.owner]
     yield None
-    every = Pieces.join([known.pieces, own])
-    whole = every.pages()[rows] == plan.pages
-    whole[[i for i, entry in stored.own.items() if entry is None]] = False
+    filled = np.bincount(owner, every.rows["pages"].astype(np.float64), len(nodes)).astype(np.int64)
+    whole = (filled == plan.pages) & ~stored.vanished()
     has_parent = nodes.parent >= 0
     while (lost := whole & has_parent & ~whole[nodes.parent]).any():
         whole &= ~lost
     yield None
     chosen = np.flatnonzero(whole)
     kept, pages = nodes.take(chosen), plan.pages[chosen]
-    spaces = {space: i for i, space in enumerate(known.spaces)}
-    of_own = [spaces.setdefault(entry[0], len(spaces)) if entry else 0 for entry in stored.own.values()]
-    space = np.concatenate([known.space, np.array(of_own, np.int64)])[rows[chosen]]
-    numbers, firsts, space = np.unique(space, return_index=True, return_inverse=True)
-    order = np.argsort(firsts)  # spaces in the order in which they first appear
-    names, space = list(spaces), np.argsort(order)[space]
-    names = [names[i] for i in numbers[order]]
+    place = np.full(len(nodes), -1, np.int64)
+    place[chosen] = np.arange(len(chosen))
+    rows = np.flatnonzero(place[owner] >= 0)
+    rows = rows[np.lexsort((every.rows["at"][rows], owner[rows]))]
+    counts = np.bincount(place[owner[rows]], minlength=len(chosen))
+    pieces = Pieces(every.segments, every.rows[rows], np.concatenate([[0], np.cumsum(counts)]))
     yield None
-    pieces = every.take(rows[chosen])
+    names, space = _spaces(stored, chosen)
     end = kept.start + pages * plan.page_tokens
     tokens = int(pages.sum()) * plan.page_tokens
     table = NodeTable(kept.parent.astype(np.int32), space.astype(np.uint32), pages.astype(np.uint32), pieces)
     remembered = KnownNodes(kept.id, kept.start, end, space, names, pieces)
     return Settled(table, names, remembered, tokens, nodes.tokens - tokens)
+
+
+def _written(records: Records, placed: Sequence[tuple[bytes, int, int]]) -> tuple[np.ndarray, Pieces]:
+    """The pieces that were written, each with its node."""
+    sources = int(records.bounds[len(placed)])
+    owner, length = records.owner[:sources], records.pages[:sources]
+    first = np.cumsum(length) - length
+    first -= first[records.bounds[: len(placed)]][owner] if sources else 0
+    kept = np.array([pages for _, _, pages in placed], np.int64)
+    count = np.clip(kept[owner] - first, 0, length)
+    there = np.flatnonzero(count > 0)
+    numbers: dict[bytes, int] = {}
+    segment = np.array([numbers.setdefault(s, len(numbers)) for s, _, _ in placed], np.int64)
+    ordinal = np.array([ordinal for _, ordinal, _ in placed], np.int64)
+    rows = np.zeros(len(there), PIECE)
+    rows["at"], rows["first"], rows["pages"] = records.first[:sources][there], first[there], count[there]
+    rows["segment"], rows["record"] = segment[owner[there]], ordinal[owner[there]]
+    return records.node[:sources][there], Pieces(list(numbers), rows, np.arange(len(there) + 1))
+
+
+def _spaces(stored: Stored, chosen: np.ndarray) -> tuple[list[Space], np.ndarray]:
+    """The spaces of these nodes in the order in which they first appear, and the number of each node's."""
+    known = stored.known
+    numbers = {space: i for i, space in enumerate(known.spaces)}
+    more = np.array([numbers.setdefault(space, len(numbers)) for space in stored.spaces], np.int64)
+    rows, new = stored.rows[chosen], stored.new[chosen]
+    space = np.zeros(len(chosen), np.int64)
+    space[rows >= 0] = known.space[rows[rows >= 0]]
+    space[rows < 0] = more[new[rows < 0]]
+    used, firsts, inverse = np.unique(space, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    names = list(numbers)
+    return [names[i] for i in used[order].tolist()], np.argsort(order)[inverse]

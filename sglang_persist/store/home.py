@@ -144,9 +144,10 @@ class Home:
             return False
         if stored.known.pieces.take(found) != nodes.pieces.take(rows):
             return False
-        for n, (i, entry) in enumerate(stored.own.items()):
+        for n, i in enumerate(np.flatnonzero(stored.rows < 0).tolist()):
             if n % STEP_NODES == 0:
                 yield None
+            entry = stored[i]
             if entry is None or m.spaces[nodes.space[i]] != entry[0] or nodes.pieces[i] != tuple(entry[1]):
                 return False
         return True

@@ -167,12 +167,10 @@ class SegmentWriter:
         with self._room:
             return self._room.wait_for(lambda: not self._pending or self.sealed.done(), timeout)
 
-    def cost(self, key: RecordKey) -> int:
+    def cost(self, pool: int, pages: int) -> int:
         """At most so much does a record take in a segment, its index entry included."""
-        pool = self._pools[key.pool]
-        return pool.bytes(key.pages, self._page_tokens) + segment.entry_bytes(
-            key.pages, len(key.tokens), len(pool.buffers)
-        )
+        of, tokens = self._pools[pool], pages * self._page_tokens + 1
+        return of.bytes(pages, self._page_tokens) + segment.entry_bytes(pages, tokens, len(of.buffers))
 
     def submit(
         self, key: RecordKey, raw: np.ndarray, arrived: Callable[[], object] = bool, done: Callable[[], object] = bool
@@ -183,7 +181,7 @@ class SegmentWriter:
             self.sealed.result()
         with self._room:
             self._pending += raw.nbytes
-            self._owed += self.cost(key)
+            self._owed += self.cost(key.pool, key.pages)
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
         try:
@@ -240,7 +238,7 @@ class SegmentWriter:
                 with self._room:
                     self.written = sum(i.file_bytes for i in self.indexes) + self._open.bytes
                     self._pending -= size
-                    self._owed -= self.cost(source) if isinstance(source, RecordKey) else 0
+                    self._owed -= self.cost(source.pool, source.pages) if isinstance(source, RecordKey) else 0
                     self._room.notify_all()
             if self._stop:
                 raise InterruptedError("the snapshot was stopped")

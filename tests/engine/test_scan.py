@@ -193,4 +193,4 @@ def test_new_pages_are_hashed_before_they_are_many(monkeypatch, rng):
         e.put(real.random_tokens(rng, 30))
         e.tree.keep_current()
     assert len(calls) == 1
-    assert e.tree.content(e.tree.leaves()[0]) is not None
+    assert e.tree.content(e.tree.nodes()[0]) is not None
