@@ -75,6 +75,7 @@ class Bed:
             value = torch.cat([prefix, value])
         params = real.InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched)
         e.inserted(params)
+        e.tree.keep_current()  # as the runtime does between two passes
 
     def random(self, count: int) -> list[int]:
         return self.rng.integers(1, 49000, count).tolist()
