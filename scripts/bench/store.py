@@ -23,6 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(ROOT / "tests" / "engine"))
+# What the CPU runtime sets for servers, for this process.
+sys.path.insert(0, str(ROOT / "scripts" / "cpu_runtime"))
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import flow
 import numpy as np
