@@ -33,7 +33,7 @@ def bench(name: str, at) -> dict:
     assert found["benchmark"] == name and found["quick"]
     assert found["machine"]["cores"] > 0
     for ratio in found["ratios"]:
-        assert ratio["value"] > 0
+        assert ratio["value"] > 0 or ratio["unit"] == "MiB"  # what was freed before may be enough
         value, goal = ratio["value"], ratio["goal"]
         met = None if goal is None else value >= goal if ratio["at_least"] else value <= goal
         assert ratio["met"] is met
