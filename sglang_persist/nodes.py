@@ -73,12 +73,6 @@ class Pieces:
         """Of each row, its node."""
         return np.repeat(np.arange(len(self)), np.diff(self.bounds))
 
-    def pages(self) -> np.ndarray:
-        """Of each node, how many pages its pieces of pool 0 have."""
-        of_pool = self.rows["pool"] == 0
-        weights = self.rows["pages"][of_pool].astype(np.float64)
-        return np.bincount(self.owner[of_pool], weights, len(self)).astype(np.int64)
-
     def _places(self) -> np.ndarray:
         """Of each row, segment and record as one number."""
         return self.rows["segment"].astype(np.int64) << 32 | self.rows["record"]
@@ -157,6 +151,8 @@ class NodeTable(Sequence):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (tuple, NodeTable)):
             return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        other = NodeTable.of(other)
+        columns = ((self.parent, other.parent), (self.space, other.space), (self.pages, other.pages))
+        return all(np.array_equal(a, b) for a, b in columns) and self.pieces == other.pieces
 
     __hash__ = None

@@ -179,28 +179,37 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
 
 
 def _layout(plan: LoadPlan, page_tokens: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Where each node's slots lie in the one allocation. What a record holds lies together, so that its bytes can be
-    decoded where they belong."""
+    """Where each node's slots lie in the one allocation."""
     at, out = 0, {}
     for _, _, uses in plan.records:
-        for use in sorted(uses, key=lambda u: u.first):
-            end = at + use.pages * page_tokens
-            out.setdefault(use.node, []).append((use.at, at, end))
+        for use, begin, end in _places(uses, at, page_tokens):
+            out.setdefault(use.node, []).append((use.at, begin, end))
             at = end
     for runs in out.values():
         runs.sort()
     return out
 
 
+def _places(uses: list[Use], at: int, page_tokens: int) -> list[tuple[Use, int, int]]:
+    """Where in the allocation, from `at` on, each use of a record belongs. What a record holds lies together there, in
+    its order, so that its bytes can be decoded where they belong."""
+    out = []
+    for use in sorted(uses, key=lambda u: u.first):
+        out.append((use, at, at + use.pages * page_tokens))
+        at = out[-1][2]
+    return out
+
+
 def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
     """Read ahead on worker threads; what cannot be decoded in place is written to the pool on this one."""
-    todo, ahead, pending = deque(f.plan.records), deque(), 0
+    todo, ahead, pending, at = deque(f.plan.records), deque(), 0, 0
     readers, gate = ThreadPoolExecutor(threads, thread_name_prefix="persist-read"), Gate()
     try:
         while todo or ahead:
             while todo and pending < AHEAD_BYTES:
                 segment, record, uses = todo.popleft()
-                opened, places = f.opened[segment], _places(f, uses, tree.page_tokens)
+                opened, places = f.opened[segment], _places(uses, at, tree.page_tokens)
+                at = places[-1][2]
                 targets = _targets(pages, f, opened.index, record, places)
                 size = opened.index.raw_bytes(record)
                 raw = pages.staging(size) if targets is None else None
@@ -235,25 +244,16 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
         readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _places(f: _Filling, uses: list[Use], page_tokens: int) -> list[tuple[Use, int, int]]:
-    """Where in the allocation each use of a record belongs, in the order of the record's pages."""
-    out = []
-    for use in sorted(uses, key=lambda u: u.first):
-        _, begin, _ = next(run for run in f.at[use.node] if run[0] == use.at)
-        out.append((use, begin, begin + use.pages * page_tokens))
-    return out
-
-
 def _targets(pages: Pages, f: _Filling, index: SegmentIndex, record: int, places) -> list[np.ndarray] | None:
     """The memory that the whole record belongs to, if there is one for each of its buffers."""
-    page, at = 0, places[0][1]
-    for use, begin, end in places:
-        if (use.first, begin) != (page, at):
+    page = 0
+    for use, _, _ in places:
+        if use.first != page:
             return None
-        page, at = use.first + use.pages, end
+        page += use.pages
     if page != index.pages[record]:
         return None
-    return pages.memory(int(index.pool[record]), f.slots[places[0][1] : at])
+    return pages.memory(int(index.pool[record]), f.slots[places[0][1] : places[-1][2]])
 
 
 def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, record: int, raw: np.ndarray, places, page_tokens) -> None:

@@ -63,7 +63,8 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
             raise
     elif budget.room < 0:
         yield from _finish(home.run(keeper.hold))
-    if not len(nodes) or (not len(plan.records) and ready.complete and (yield from home.is_current(plan))):
+    unchanged = not len(plan.records) and ready.complete and home.is_current((yield from settle(plan, [])))
+    if not len(nodes) or unchanged:
         tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None

@@ -118,10 +118,6 @@ class SavePlan:
     stored: Stored
     records: Records
 
-    @property
-    def new_pages(self) -> int:
-        return int(self.records.pages.sum())
-
 
 class _Packer:
     """Makes records of runs of pages, in the order in which these come."""
@@ -322,7 +318,8 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generato
     every = Pieces.join([pieces for _, pieces in groups])
     owner = np.concatenate([owners for owners, _ in groups])[every.owner]
     yield None
-    filled = np.bincount(owner, every.rows["pages"].astype(np.float64), len(nodes)).astype(np.int64)
+    covers = every.rows["pages"] * (every.rows["pool"] == 0)
+    filled = np.bincount(owner, covers, len(nodes)).astype(np.int64)
     whole = (filled == plan.pages) & ~stored.vanished()
     has_parent = nodes.parent >= 0
     while (lost := whole & has_parent & ~whole[nodes.parent]).any():

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
-
-import numpy as np
 
 from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
-from sglang_persist.nodes import NodeTable
-from sglang_persist.plan.saving import STEP_NODES, SavePlan
+from sglang_persist.plan.saving import Settled
 from sglang_persist.plan.tree import KnownNodes
 from sglang_persist.store import attempts, names, prune, shard
 from sglang_persist.store.shard import Segment
@@ -127,30 +124,10 @@ class Home:
         """Whether every rank has the newest generation: reads the other ranks' files."""
         return self.manifest is not None and shard.is_complete(self.fs, self.path, self.manifest)
 
-    def is_current(self, plan: SavePlan) -> Generator[None, None, bool]:
-        """Whether the newest generation already says exactly what this plan, which writes no record, would say. In
-        steps."""
-        m, stored = self.manifest, plan.stored
-        if m is None or len(m.nodes) != len(plan.nodes):
-            return False
-        nodes = NodeTable.of(m.nodes)
-        if not np.array_equal(nodes.parent, plan.nodes.parent) or not np.array_equal(nodes.pages, plan.pages):
-            return False
-        yield None
-        rows = np.flatnonzero(stored.rows >= 0)
-        found = stored.rows[rows]
-        space_of = [m.spaces.index(s) if s in m.spaces else -1 for s in stored.known.spaces]
-        if len(rows) and not np.array_equal(np.array(space_of)[stored.known.space[found]], nodes.space[rows]):
-            return False
-        if stored.known.pieces.take(found) != nodes.pieces.take(rows):
-            return False
-        for n, i in enumerate(np.flatnonzero(stored.rows < 0).tolist()):
-            if n % STEP_NODES == 0:
-                yield None
-            entry = stored[i]
-            if entry is None or m.spaces[nodes.space[i]] != entry[0] or nodes.pieces[i] != tuple(entry[1]):
-                return False
-        return True
+    def is_current(self, settled: Settled) -> bool:
+        """Whether the newest generation already says exactly this."""
+        m = self.manifest
+        return m is not None and list(m.spaces) == settled.spaces and settled.nodes == m.nodes
 
     def adopt(self, m: Manifest, known: KnownNodes, written: list[SegmentIndex]) -> None:
         """A generation was committed: it is what the next snapshot builds on."""

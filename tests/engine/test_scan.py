@@ -79,7 +79,7 @@ def test_scan_in_steps_finds_nodes_that_were_split_in_all_spaces(core, rng):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_scans_of_a_tree_that_lives_miss_nothing(seed):
+def test_scans_of_a_tree_that_lives_show_only_what_is_there_and_miss_next_to_nothing(seed):
     rng = np.random.default_rng(seed)
     e = watched(size=3000)
     heads = [real.random_tokens(rng, 40) for _ in range(3)]
