@@ -74,6 +74,7 @@ class Background:
     def _run(self) -> Generator[Waiting, None, None]:
         try:
             yield from self._load()
+            self._home.known = self._home.known.in_columns()
             yield from self._use_in_order()
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)

@@ -100,12 +100,15 @@ class KnownNodes:
             Pieces.of([k.pieces for k in values]),
         )  # fmt: skip
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Of each id, its row in the columns, or -1: not known, or added since."""
+    def _find(self, ids: np.ndarray) -> np.ndarray:
         if not len(self.id):
             return np.full(len(ids), -1, np.int64)
         at = np.minimum(np.searchsorted(self.id, ids, sorter=self._order), len(self.id) - 1)
-        found = np.where(self.id[self._order[at]] == ids, self._order[at], -1)
+        return np.where(self.id[self._order[at]] == ids, self._order[at], -1)
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Of each id, its row in the columns, or -1: not known, or added since."""
+        found = self._find(ids)
         if self._more:
             found[np.isin(ids, np.fromiter(self._more, np.int64, len(self._more)))] = -1
         return found
@@ -116,7 +119,7 @@ class KnownNodes:
     def get(self, node_id: int) -> Known | None:
         if found := self._more.get(node_id):
             return found
-        i = int(self.rows(np.array([node_id]))[0])
+        i = int(self._find(np.array([node_id]))[0])
         return None if i < 0 else self.row(i)
 
     def __setitem__(self, node_id: int, known: Known) -> None:
