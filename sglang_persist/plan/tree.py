@@ -133,11 +133,13 @@ class KnownNodes:
         if not self._more:
             return self
         ids = self.id[~np.isin(self.id, np.fromiter(self._more, np.int64, len(self._more)))]
-        old, new = self.take(self.rows(ids)) if len(ids) else KnownNodes(), KnownNodes.of(self._more)
+        old, new = self.take(self.rows(ids)), KnownNodes.of(self._more)
+        spaces = {space: i for i, space in enumerate(old.spaces)}
+        to = np.array([spaces.setdefault(space, len(spaces)) for space in new.spaces], np.int64)
         return KnownNodes(
             np.concatenate([old.id, new.id]), np.concatenate([old.start, new.start]),
-            np.concatenate([old.end, new.end]), np.concatenate([old.space, new.space + len(old.spaces)]),
-            [*old.spaces, *new.spaces], Pieces.join([old.pieces, new.pieces]),
+            np.concatenate([old.end, new.end]), np.concatenate([old.space, to[new.space]]),
+            list(spaces), Pieces.join([old.pieces, new.pieces]),
         )  # fmt: skip
 
     def take(self, rows: np.ndarray) -> KnownNodes:

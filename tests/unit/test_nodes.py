@@ -100,6 +100,7 @@ def test_what_is_known_is_found_by_id(entries, data):
     ids = np.arange(50)
     assert [table.get(int(i)) for i in ids] == [expected.get(int(i)) for i in ids]
     whole = table.in_columns()
+    assert len(set(whole.spaces)) == len(whole.spaces)
     assert len(whole) == len(expected)
     assert [whole.get(int(i)) for i in ids] == [expected.get(int(i)) for i in ids]
     rows = whole.rows(ids)
