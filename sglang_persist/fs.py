@@ -82,15 +82,8 @@ class ReadFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, or fewer where the file ends."""
-        with _place(self.path):
-            chunks = []
-            while size:
-                chunk = os.pread(self._fd, min(size, 1 << 30), offset)
-                if not chunk:
-                    break
-                chunks.append(chunk)
-                offset, size = offset + len(chunk), size - len(chunk)
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        out = np.empty(size, np.uint8)
+        return out[: self.read_into(offset, out)].tobytes()
 
     def read_into(self, offset: int, out: np.ndarray) -> int:
         """Fill `out` (uint8, contiguous) from `offset`: how many bytes there were, fewer where the file ends."""

@@ -17,11 +17,30 @@ PIECE = np.dtype(
 )
 
 
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers of [start, start + count) for each pair, one range after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+def prefix_sum(counts: np.ndarray) -> np.ndarray:
+    """Where groups of so many rows begin, and, last, where they end."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def owners(bounds: np.ndarray) -> np.ndarray:
+    """Of each row, the group that it is in: rows of group i are [bounds[i], bounds[i + 1])."""
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+
+
+def taken(bounds: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of these groups, one group after the other, and the bounds that they then have."""
+    starts, counts = bounds[:-1][groups], np.diff(bounds)[groups]
+    out = prefix_sum(counts)
+    return np.arange(out[-1]) + np.repeat(starts - out[:-1], counts), out
+
+
+def places(chosen: np.ndarray, total: int) -> np.ndarray:
+    """Of each number below `total` its place among the chosen ones, or -1; and -1 for -1."""
+    out = np.full(total + 1, -1, np.int64)
+    out[chosen] = np.arange(len(chosen))
+    return out
 
 
 class Pieces:
@@ -33,17 +52,17 @@ class Pieces:
     @classmethod
     def of(cls, groups: Iterable[Sequence[Piece]]) -> Pieces:
         numbers: dict[bytes, int] = {}
-        rows, counts = [], [0]
+        rows, counts = [], []
         for group in groups:
             counts.append(len(group))
             rows += [(p.pool, p.at, numbers.setdefault(p.segment, len(numbers)), *p[3:]) for p in group]
-        return cls(list(numbers), np.array(rows, PIECE), np.cumsum(counts))
+        return cls(list(numbers), np.array(rows, PIECE), prefix_sum(np.array(counts, np.int64)))
 
     @classmethod
     def join(cls, parts: Sequence[Pieces]) -> Pieces:
         """The nodes of one after those of the other."""
         numbers: dict[bytes, int] = {}
-        rows, counts = [], [np.zeros(1, np.int64)]
+        rows, counts = [], []
         for part in parts:
             to = np.array([numbers.setdefault(s, len(numbers)) for s in part.segments], np.uint32)
             own = part.rows.copy()
@@ -51,7 +70,7 @@ class Pieces:
                 own["segment"] = to[own["segment"]]
             rows.append(own)
             counts.append(np.diff(part.bounds))
-        return cls(list(numbers), np.concatenate(rows), np.cumsum(np.concatenate(counts)))
+        return cls(list(numbers), np.concatenate(rows), prefix_sum(np.concatenate(counts)))
 
     def __len__(self) -> int:
         """Of nodes."""
@@ -63,15 +82,13 @@ class Pieces:
 
     def take(self, nodes: np.ndarray) -> Pieces:
         """Those of these nodes, in this order."""
-        starts, counts = self.bounds[:-1][nodes], np.diff(self.bounds)[nodes]
-        bounds = np.zeros(len(nodes) + 1, np.int64)
-        np.cumsum(counts, out=bounds[1:])
-        return Pieces(self.segments, self.rows[ranges(starts, counts)], bounds)
+        rows, bounds = taken(self.bounds, nodes)
+        return Pieces(self.segments, self.rows[rows], bounds)
 
     @property
     def owner(self) -> np.ndarray:
         """Of each row, its node."""
-        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+        return owners(self.bounds)
 
     def _places(self) -> np.ndarray:
         """Of each row, segment and record as one number."""

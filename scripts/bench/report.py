@@ -19,6 +19,8 @@ from rich.table import Table  # noqa: E402
 
 matplotlib.use("Agg")
 
+import matplotlib.pyplot as plt  # noqa: E402
+
 NOTE = (
     "In every variant alike, the CPU runtime replaces one attention method of stock SGLang, so that a cache hit shows: "
     "it computes the new tokens' rows only."
@@ -83,11 +85,33 @@ def print_machine(out: Console, m: dict) -> None:
     out.print(", ".join(f"{name} {m[name]}" for name in versions), highlight=False)
 
 
-def write_json(path: Path, result: dict) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    steps.print(f"written: {path}", soft_wrap=True)
+def panels(what: str, m: dict, **kind):
+    """A figure of two panels, side by side: (figure, their axes)."""
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained", **kind)
+    figure.suptitle(f"{what}: {m['cpu']}, {m['cores']} cores", fontsize=11)
+    return figure, axes
 
 
-def write_png(path: Path, figure) -> None:
-    figure.savefig(path, dpi=120, format="png")
-    steps.print(f"written: {path}", soft_wrap=True)
+def bars(axes, names: list[str], series: dict[str, list[float]], form: str) -> None:
+    """For each name a group of bars, one of each series."""
+    width = 0.8 / len(series)
+    for i, (label, values) in enumerate(series.items()):
+        at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(names))]
+        axes.bar_label(axes.bar(at, values, width, label=label), fmt=form, fontsize=8)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.legend(fontsize=8)
+
+
+def finish(given: argparse.Namespace, name: str, ratios: list[dict], draw, show, **facts) -> None:
+    """Everything that was measured, in its three forms."""
+    result = {"benchmark": name, "quick": given.quick, "ratios": ratios, "machine": machine(), **facts}
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result).savefig(given.png, dpi=120, format="png")
+    for path in (given.json, given.png):
+        steps.print(f"written: {path}", soft_wrap=True)
+    out = Console()
+    print_ratios(out, ratios)
+    show(result, out)
+    print_machine(out, result["machine"])
+    if note := facts.get("note"):
+        out.print(note)

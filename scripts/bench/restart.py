@@ -13,19 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import (
-    NOTE,
-    ROOT,
-    Unusable,
-    machine,
-    options,
-    print_machine,
-    print_ratios,
-    ratio,
-    steps,
-    write_json,
-    write_png,
-)
+from report import NOTE, ROOT, Unusable, bars, finish, options, panels, ratio, steps
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -202,9 +190,7 @@ def ratios(variants: list[dict]) -> list[dict]:
     return found
 
 
-def show(result: dict) -> None:
-    out = Console()
-    print_ratios(out, result["ratios"])
+def show(result: dict, out: Console) -> None:
     table = Table(title="Time to the first token, median, one request at a time")
     table.add_column("")
     for v in result["variants"]:
@@ -227,8 +213,6 @@ def show(result: dict) -> None:
     row("ready, restarted", lambda v: f"{statistics.median(v['ready']['restarted']):.1f} s")
     row("stopped", lambda v: f"{statistics.median(v['stop']['cold']):.1f} s")
     out.print(table)
-    print_machine(out, result["machine"])
-    out.print(NOTE)
 
 
 def cached(v: dict) -> dict:
@@ -236,37 +220,26 @@ def cached(v: dict) -> dict:
     return min(v["passes"]["restarted"], key=lambda one: one["cached"])
 
 
-def draw(result: dict, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(result: dict):
     variants = result["variants"]
-    bars = {
-        "cold": "cold",
-        "warm": "warm",
-        "restarted, first pass": "restarted",
-        "restarted, later": "later",
-    }
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), width_ratios=(3, 1), layout="constrained")
-    width = 0.8 / len(bars)
-    for i, (label, which) in enumerate(bars.items()):
-        at = [x + (i - (len(bars) - 1) / 2) * width for x in range(len(variants))]
-        drawn = left.bar(at, [typical(v["passes"][which]) for v in variants], width, label=label)
-        left.bar_label(drawn, fmt="%.2f", fontsize=7)
+    figure, (left, right) = panels(
+        f"Restart of SGLang {result['machine']['sglang']} with {result['model']}",
+        result["machine"],
+        width_ratios=(3, 1),
+    )
+    shown = {"cold": "cold", "warm": "warm", "restarted, first pass": "restarted", "restarted, later": "later"}
+    series = {label: [typical(v["passes"][which]) for v in variants] for label, which in shown.items()}
+    bars(left, [v["name"] for v in variants], series, "%.2f")
     left.set_yscale("log")
-    left.set_xticks(range(len(variants)), [v["name"] for v in variants])
     left.set_ylabel("seconds, log scale")
     left.set_title("Time to the first token, median", fontsize=10)
-    left.legend(fontsize=8)
     stored = [v for v in variants if v["files"]]
     drawn = right.barh([v["name"] for v in stored], [v["bytes"] / 1e6 for v in stored], color="tab:gray")
     right.bar_label(drawn, [f"{v['bytes'] / 1e6:.0f} MB, {v['files']:,} files" for v in stored], padding=3, fontsize=8)
     right.margins(x=0.9)
     right.invert_yaxis()
     right.set_title("On disk", fontsize=10)
-    m = result["machine"]
-    title = f"Restart of SGLang {m['sglang']} with {result['model']}: {m['cpu']}, {m['cores']} cores"
-    figure.suptitle(title, fontsize=11)
-    write_png(path, figure)
+    return figure
 
 
 def main() -> int:
@@ -286,19 +259,8 @@ def main() -> int:
             for bench in benches:
                 bench.restart()
     measured = [bench.found for bench in benches]
-    result = {
-        "benchmark": "restart",
-        "quick": given.quick,
-        "ratios": ratios(measured),
-        "machine": machine(),
-        "note": NOTE,
-        "model": sizes.model,
-        "prompts": sizes.prompts,
-        "variants": measured,
-    }
-    write_json(given.json, result)
-    draw(result, given.png)
-    show(result)
+    facts = {"note": NOTE, "model": sizes.model, "prompts": sizes.prompts, "variants": measured}
+    finish(given, "restart", ratios(measured), draw, show, **facts)
     try:
         for variant in measured:
             check(variant)

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from report import ROOT, machine, options, print_machine, print_ratios, ratio, steps, write_json, write_png
+from report import ROOT, bars, finish, options, panels, ratio, steps
 from rich.console import Console
 from rich.table import Table
 
@@ -464,9 +464,7 @@ def ratios(cases: dict[str, dict]) -> list[dict]:
     return found
 
 
-def show(result: dict) -> None:
-    out = Console()
-    print_ratios(out, result["ratios"])
+def show(result: dict, out: Console) -> None:
     for label, case in result["cases"].items():
         table = Table(title=label, show_header=False)
         table.add_column()
@@ -477,23 +475,16 @@ def show(result: dict) -> None:
                 table.add_row(f"{key} {name}".strip(), shown)
         out.print(table)
     out.print("Rates are GB/s of KV bytes as the pool holds them; durations are seconds, memory and sizes bytes.")
-    print_machine(out, result["machine"])
 
 
-def draw(result: dict, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(result: dict):
     cases = result["cases"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
-    rates = {label: c for label, c in cases.items() if label.startswith("rates")}
+    figure, (left, right) = panels("The store", result["machine"])
     shown = ("save", "disk_write_raw", "restore_cold", "restore_warm", "decode_warm", "memcpy")
-    for i, (label, c) in enumerate(rates.items()):
-        at = [x + (i - (len(rates) - 1) / 2) * 0.4 for x in range(len(shown))]
-        left.bar_label(left.bar(at, [c[name] for name in shown], 0.4, label=label), fmt="%.2f", fontsize=8)
-    left.set_xticks(range(len(shown)), [name.replace("_", "\n") for name in shown], fontsize=8)
+    series = {label: [c[n] for n in shown] for label, c in cases.items() if label.startswith("rates")}
+    bars(left, [name.replace("_", "\n") for name in shown], series, "%.2f")
     left.set_ylabel("GB/s of KV")
     left.set_title("Save and restore, end to end, and what bounds them", fontsize=10)
-    left.legend(fontsize=8)
     by_tokens = [c for label, c in cases.items() if label.startswith("tokens")]
     for what in ("save", "restore"):
         right.plot([c["tokens"] for c in by_tokens], [c[what] for c in by_tokens], marker="o", label=what)
@@ -503,9 +494,7 @@ def draw(result: dict, path: Path) -> None:
     right.set_ylabel("seconds")
     right.set_title("How both grow", fontsize=10)
     right.legend(fontsize=8)
-    m = result["machine"]
-    figure.suptitle(f"The store: {m['cpu']}, {m['cores']} cores", fontsize=11)
-    write_png(path, figure)
+    return figure
 
 
 def main() -> int:
@@ -519,10 +508,7 @@ def main() -> int:
             # The smallest sizes in one process: most of a case's time would be that of its imports.
             cases[label] = CASES[case](**arguments) if given.quick else run_case(case, arguments)
         steps.print(f"{label}: done")
-    result = {"benchmark": "store", "quick": given.quick, "ratios": ratios(cases), "machine": machine(), "cases": cases}
-    write_json(given.json, result)
-    draw(result, given.png)
-    show(result)
+    finish(given, "store", ratios(cases), draw, show, cases=cases)
     return 0
 
 

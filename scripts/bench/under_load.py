@@ -19,19 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from report import (
-    NOTE,
-    ROOT,
-    Unusable,
-    machine,
-    options,
-    print_machine,
-    print_ratios,
-    ratio,
-    steps,
-    write_json,
-    write_png,
-)
+from report import NOTE, ROOT, Unusable, bars, finish, options, panels, ratio, steps
 from rich.console import Console
 from rich.table import Table
 
@@ -271,9 +259,7 @@ def ratios(measured: list[dict]) -> list[dict]:
     return found
 
 
-def show(result: dict) -> None:
-    out = Console()
-    print_ratios(out, result["ratios"])
+def show(result: dict, out: Console) -> None:
     s = result["sizes"]
     title = f"{s['groups'] * s['per_group']} requests, {s['concurrency']} at a time, {s['output']} tokens out"
     table = Table(title=title)
@@ -298,8 +284,6 @@ def show(result: dict) -> None:
     row("tokens restored", restored)
     row("restored after", lambda m: "-" if m["restored_after"] is None else f"{m['restored_after']:.1f} s")
     out.print(table)
-    print_machine(out, result["machine"])
-    out.print(NOTE)
 
 
 def restored(m: dict) -> str:
@@ -310,19 +294,15 @@ def restored(m: dict) -> str:
     return f"{after - before:,}"
 
 
-def draw(result: dict, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(result: dict):
     variants = result["variants"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
-    for i, p in enumerate(("p50", "p99")):
-        at = [x + (i - 0.5) * 0.4 for x in range(len(variants))]
-        drawn = left.bar(at, [m["itl"][p] * 1000 for m in variants], 0.4, label=p)
-        left.bar_label(drawn, fmt="%.1f", fontsize=8)
-    left.set_xticks(range(len(variants)), [m["name"] for m in variants])
+    figure, (left, right) = panels(
+        f"SGLang {result['machine']['sglang']} under load, {result['model']}", result["machine"]
+    )
+    series = {p: [m["itl"][p] * 1000 for m in variants] for p in ("p50", "p99")}
+    bars(left, [m["name"] for m in variants], series, "%.1f")
     left.set_ylabel("ms")
     left.set_title("Inter-token latency", fontsize=10)
-    left.legend(fontsize=8)
     for m in variants:
         right.plot(range(101), [seconds * 1000 for seconds in m["itl_percentiles"]], label=m["name"])
     right.set_yscale("log")
@@ -330,9 +310,7 @@ def draw(result: dict, path: Path) -> None:
     right.set_ylabel("ms, log scale")
     right.set_title("Inter-token latency at each percentile", fontsize=10)
     right.legend(fontsize=8)
-    m = result["machine"]
-    figure.suptitle(f"SGLang {m['sglang']} under load, {result['model']}: {m['cpu']}, {m['cores']} cores", fontsize=11)
-    write_png(path, figure)
+    return figure
 
 
 def main() -> int:
@@ -350,19 +328,8 @@ def main() -> int:
     except Unusable as error:
         steps.print(f"[red]{error}[/red]")
         return 1
-    result = {
-        "benchmark": "serving",
-        "quick": given.quick,
-        "ratios": ratios(measured),
-        "machine": machine(),
-        "note": NOTE,
-        "model": sizes.model,
-        "sizes": asdict(sizes),
-        "variants": measured,
-    }
-    write_json(given.json, result)
-    draw(result, given.png)
-    show(result)
+    facts = {"note": NOTE, "model": sizes.model, "sizes": asdict(sizes), "variants": measured}
+    finish(given, "serving", ratios(measured), draw, show, **facts)
     return 0
 
 

@@ -7,6 +7,7 @@ SIGTERM they are told at once (SIGUSR1), so that little is left to be saved once
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import psutil
@@ -39,13 +40,22 @@ def _raise_grace(timeout: float) -> None:
 
 def _before_drain(*_args, **_kwargs):
     """SIGTERM: requests that run are waited for, and meanwhile what is new can be saved."""
-    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
-
     try:
-        for process in collect_scheduler_processes():
-            process.send_signal(signal.SIGUSR1)
+        _tell(_schedulers(), signal.SIGUSR1)
     except Exception:
         logger.exception("persistence: the schedulers were not told that the server stops")
+
+
+def _schedulers() -> list[psutil.Process]:
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    return collect_scheduler_processes()
+
+
+def _tell(schedulers: list[psutil.Process], what: signal.Signals) -> None:
+    for process in schedulers:
+        with contextlib.suppress(psutil.Error):  # gone since
+            process.send_signal(what)
 
 
 def _engine_shutdown(original, engine):
@@ -55,21 +65,15 @@ def _engine_shutdown(original, engine):
 
 
 def _stop_schedulers(timeout: float, tokenizer_manager) -> None:
-    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
-
     try:
-        schedulers = collect_scheduler_processes()
+        schedulers = _schedulers()
         if not schedulers:
             return
         # From here on their end is expected, not a crash to be reported.
         watchdog = getattr(tokenizer_manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
-        for process in schedulers:
-            try:
-                process.send_signal(signal.SIGUSR2)
-            except psutil.Error:
-                continue
+        _tell(schedulers, signal.SIGUSR2)
         _, alive = psutil.wait_procs(schedulers, timeout)
         if alive:
             logger.warning("schedulers %s did not end within %s s", [p.pid for p in alive], timeout)

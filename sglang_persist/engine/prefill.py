@@ -9,7 +9,7 @@ HALF_LIFE = 60.0
 
 
 class PrefillRate:
-    """`seen` once a pass, with the batch that the last pass ran.
+    """`seen` once a pass, with the batch that the last pass ran and the seconds since the last call.
 
     A loop that overlaps launches a batch in one pass and waits for it in the next: there, the pass after a run of
     prefills still belongs to them.
@@ -17,12 +17,10 @@ class PrefillRate:
 
     def __init__(self, overlap: bool):
         self._overlap = overlap
-        self._before: float | None = None
         self._tokens, self._seconds = 0, 0.0
         self.tokens, self.seconds = 0.0, 0.0
 
-    def seen(self, batch, now: float) -> None:
-        passed, self._before = (now - self._before if self._before is not None else 0.0), now
+    def seen(self, batch, passed: float) -> None:
         tokens = _prompt_tokens(batch)
         if tokens:
             self._tokens += tokens

@@ -88,7 +88,8 @@ class Persistence:
         self._passed: list[Exception] = []
         self._prefill = PrefillRate(bool(getattr(scheduler, "enable_overlap", False)))
         self._said_slow = False
-        self._background_began = self._background_moved = self._last_tick = 0.0
+        self._background_began = self._background_moved = 0.0
+        self._last_pass = time.monotonic()
 
     # ------------------------------------------------------------------------------------------- start
 
@@ -232,7 +233,7 @@ class Persistence:
             )  # fmt: skip
             for _ in work:
                 pass
-            self._measure()
+            self._measure_load()
             completed = self.restored.rest is None
         finally:
             if self.restored.rest is None:
@@ -252,16 +253,20 @@ class Persistence:
             self._background_began = self._background_moved = time.monotonic()
             logger.info("%d tokens are restored in the background", self._background.left)
 
-    def _measure(self) -> None:
-        """What is known of loading against computing goes into the next manifests."""
-        found, rates = self.restored, self.keeper.rates
-        if found.load_seconds > 0 and found.tokens >= breakeven.LEAST_LOADED:
-            path = found.insert_seconds / max(1, found.nodes)
-            rates = replace(rates, load=found.tokens / found.load_seconds, path_seconds=path)
-            found.load_seconds = 0.0
+    def _measure_load(self) -> None:
+        found = self.restored
+        if found.tokens >= breakeven.LEAST_LOADED:
+            self.keeper.rates = replace(
+                self.keeper.rates,
+                load=found.tokens / found.load_seconds,
+                path_seconds=found.insert_seconds / found.nodes,
+            )
+
+    def _measure_prefill(self) -> None:
+        """What is known of computing goes into the next manifest, as what is known of loading does."""
+        rates = self.keeper.rates
         if self._prefill.tokens >= breakeven.LEAST_PREFILLED:
-            rates = replace(rates, prefill=self._prefill.rate)
-        self.keeper.rates = rates
+            rates = self.keeper.rates = replace(rates, prefill=self._prefill.rate)
         if breakeven.loads_slower(rates) and not self._said_slow:
             self._said_slow = True
             logger.warning(
@@ -351,15 +356,17 @@ class Persistence:
 
     def tick(self) -> None:
         """After every intake of requests: a bounded slice of the running snapshot, else of the restore that goes on."""
-        self._prefill.seen(getattr(self.scheduler, "last_batch", None), time.monotonic())
+        now = time.monotonic()
+        passed, self._last_pass = now - self._last_pass, now
+        self._prefill.seen(getattr(self.scheduler, "last_batch", None), passed)
         if self._job is None and self._queue and not self.why_off and not self._paused:
             self._begin(self._queue.pop(0))
         if self._job is None and self._background is None:
             if self.why_off is None:
                 self.tree.keep_current()
             return
-        idle, now = self.scheduler.is_fully_idle(), time.monotonic()
-        busy = min(BUSY_SLICE, max(LEAST_SLICE, SLICE_SHARE * (now - self._last_tick)))
+        idle = self.scheduler.is_fully_idle()
+        busy = min(BUSY_SLICE, max(LEAST_SLICE, SLICE_SHARE * passed))
         end = now + (IDLE_SLICE if idle else busy)
         while (self._job or self._background) and (left := end - time.monotonic()) > 0:
             waiting = self._step() if self._job else self._step_background()
@@ -368,7 +375,6 @@ class Persistence:
             if not (idle and self.scheduler.idle_sleeper):
                 break
             waiting(left)  # else the idle loop would sleep, for much longer
-        self._last_tick = time.monotonic()
 
     def _step_background(self):
         try:
@@ -411,7 +417,7 @@ class Persistence:
         )  # fmt: skip
 
     def _begin(self, command: PersistCommand, deadline: float | None = None, last: bool = False) -> None:
-        self._measure()
+        self._measure_prefill()
         self._command = command
         self._generation = max(self._generation, command.generation)
         request = SaveRequest(command.generation, command.reason, deadline, last)

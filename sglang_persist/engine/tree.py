@@ -67,7 +67,6 @@ class LiveTree:
         self._parents: dict[int, int] = {}
         self._watching, self._lru = False, policy == "lru"
         self._unhashed = 0
-        self._spaces: dict[tuple, Space] = {}
 
     # ------------------------------------------------------------------------- what is noted while it serves
 
@@ -210,19 +209,13 @@ class LiveTree:
         if found is None:
             return None
         key = found.key
-        space = self._space(key.extra_key, key.cache_salt, bool(key.is_bigram))
+        space = Space(key.extra_key, key.cache_salt, bool(key.is_bigram))
         tokens = np.array(key.raw_token_ids(), np.int64)
         hashes = bytes.fromhex("".join(found.hash_values))
         if len(hashes) // HASH_BYTES * self.page_tokens + space.extra_tokens != len(tokens):
             return None
         parent = bytes.fromhex(found.parent_last_hash) if found.parent_last_hash else NO_PARENT
         return Content(space, tokens, hashes, parent)
-
-    def _space(self, *fields) -> Space:
-        """One object for all nodes of a space, as long as there are not too many of them."""
-        if len(self._spaces) > 1000:
-            self._spaces.clear()
-        return self._spaces.setdefault(fields, Space(*fields))
 
     def slots(self, node: TreeNode, start: int, end: int) -> torch.Tensor | None:
         try:

@@ -17,6 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from sglang_persist.bounded import within
@@ -118,8 +119,9 @@ def digest(fs: FileSystem, path: Path, whole_bytes: int = WHOLE_BYTES, every_kin
 
 
 def _all(file: ReadFile, state) -> None:
+    chunk = np.empty(_CHUNK, np.uint8)
     for at in range(0, file.bytes, _CHUNK):
-        state.update(file.read(at, _CHUNK))
+        state.update(chunk[: file.read_into(at, chunk)])
 
 
 def _strides(file: ReadFile, state) -> None:

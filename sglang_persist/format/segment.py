@@ -18,6 +18,7 @@ from sglang_persist.errors import ChecksumMismatch, LimitExceeded, Malformed, Ne
 from sglang_persist.format import envelope, limits
 from sglang_persist.format.codec import Codec
 from sglang_persist.model import HASH_BYTES, Pool, Space
+from sglang_persist.nodes import prefix_sum
 
 MAJOR, MINOR = 1, 0
 ID_BYTES = 16
@@ -276,12 +277,6 @@ class SegmentIndex:
         return record, int(page - self.first_page[record])
 
 
-def _prefix_sum(counts: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
 def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int) -> SegmentIndex:
     """The index of a segment, every field checked against the file's size and against the others."""
     segment_id, namespace = decode_header(header)
@@ -302,20 +297,20 @@ def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int
         raise LimitExceeded("a record without pages or parts, or with too many")
 
     # The payloads must tile the file between header and index: no holes, no overlap, in order.
-    ends = _prefix_sum(np.minimum(size, trailer.index_offset)) + HEADER_BYTES
+    ends = prefix_sum(np.minimum(size, trailer.index_offset)) + HEADER_BYTES
     if (size > trailer.index_offset).any() or (offset != ends[:-1]).any() or ends[-1] != trailer.index_offset:
         raise Malformed("records do not fill the space between header and index")
 
-    first_part, parts = _prefix_sum(part_count), _decode_parts(body)
+    first_part, parts = prefix_sum(part_count), _decode_parts(body)
     if first_part[-1] != len(parts):
         raise Malformed("parts and records differ in number")
     for record in range(n):
         _check_record(parts[first_part[record] : first_part[record + 1]], pools[pool[record]], int(pages[record]),
                       page_tokens, int(size[record]))  # fmt: skip
 
-    first_page = _prefix_sum(pages)
+    first_page = prefix_sum(pages)
     extra = np.array([s.extra_tokens for s in spaces], np.int64)[space] if n else np.empty(0, np.int64)
-    first_token = _prefix_sum(pages.astype(np.int64) * page_tokens + extra)
+    first_token = prefix_sum(pages.astype(np.int64) * page_tokens + extra)
     width = envelope.field(body, "token_width", int)
     if width not in (4, 8):
         raise Malformed(f"tokens of {width} bytes")

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Node, Piece, Space
-from sglang_persist.nodes import NodeTable
+from sglang_persist.nodes import NodeTable, places
 from sglang_persist.plan.loading import resolve
 from sglang_persist.plan.paths import choose_paths
 from sglang_persist.plan.saving import SavePlan, Settled, Stored
@@ -27,11 +27,11 @@ def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool =
         if count := _cut(plan, i, share, of_new):
             pages[i] = count
     chosen = np.array(sorted(pages), np.int64)
-    place = np.full(len(plan.nodes), -1, np.int64)
-    place[chosen] = np.arange(len(chosen))
     kept = np.array([pages[i] for i in chosen.tolist()], np.int64)
     stored = Stored.of([_first_pieces(plan.stored[i], pages[i]) for i in chosen.tolist()])
-    return SavePlan(plan.page_tokens, plan.nodes.take(chosen), kept, stored, plan.records.cut(place, kept))
+    return SavePlan(
+        plan.page_tokens, plan.nodes.take(chosen), kept, stored, plan.records.cut(places(chosen, len(plan.nodes)), kept)
+    )
 
 
 def _cut(plan: SavePlan, i: int, share: float, of_new: bool) -> int:
@@ -81,9 +81,7 @@ def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: floa
         yield plan
 
 
-def newest_part(
-    m: Manifest, segments: Mapping[bytes, SegmentIndex], known: KnownNodes, budget: float
-) -> Settled:
+def newest_part(m: Manifest, segments: Mapping[bytes, SegmentIndex], known: KnownNodes, budget: float) -> Settled:
     """The newest paths of a stored tree that fit into `budget` bytes on disk, and what of `known` they still hold."""
     nodes, sound, before = list(m.nodes), resolve(m, segments).sound, None
     while before != (before := [n.pages for n in nodes]):  # step by step, as in `fit`

@@ -18,7 +18,7 @@ import numpy as np
 
 from sglang_persist.format.segment import KEY_BYTES, SegmentIndex
 from sglang_persist.model import HASH_BYTES, Piece, Space
-from sglang_persist.nodes import PIECE, NodeTable, Pieces, ranges
+from sglang_persist.nodes import PIECE, NodeTable, Pieces, owners, places, prefix_sum, taken
 from sglang_persist.plan.paths import highest_below
 from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 
@@ -44,7 +44,7 @@ class Records:
     @property
     def owner(self) -> np.ndarray:
         """Of each source, its record."""
-        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+        return owners(self.bounds)
 
     def record_pages(self) -> np.ndarray:
         """Of each record, its pages."""
@@ -52,9 +52,8 @@ class Records:
 
     def take(self, records: np.ndarray) -> Records:
         """These records, in this order."""
-        counts = np.diff(self.bounds)[records]
-        rows = ranges(self.bounds[:-1][records], counts)
-        return Records(self.node[rows], self.first[rows], self.pages[rows], np.concatenate([[0], np.cumsum(counts)]))
+        rows, bounds = taken(self.bounds, records)
+        return Records(self.node[rows], self.first[rows], self.pages[rows], bounds)
 
     def cut(self, node: np.ndarray, pages: np.ndarray) -> Records:
         """With other numbers for nodes, -1 for those that fall away, and as far as nodes have so many `pages` (by new
@@ -63,8 +62,7 @@ class Records:
         left = np.where(to >= 0, np.minimum(self.pages, pages[to] - self.first), 0) if len(pages) else self.pages * 0
         keep = left > 0
         counts = np.bincount(self.owner[keep], minlength=len(self))
-        bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-        return Records(to[keep], self.first[keep], left[keep], bounds)
+        return Records(to[keep], self.first[keep], left[keep], prefix_sum(counts[counts > 0]))
 
 
 class Stored(Sequence):
@@ -179,7 +177,8 @@ def plan_save(
     others = np.flatnonzero(rows < 0).tolist()
     yield None
     for low in range(0, len(others), STEP_NODES):
-        firsts: dict[int, bytes] = {}
+        step: list[int] = []
+        firsts: dict[int, bytes] = {}  # of those of which nothing is known
         for i in others[low : low + STEP_NODES]:
             node = nodes[i]
             before = known.get(node.id)
@@ -189,15 +188,16 @@ def plan_save(
                 skip = (node.start - before.start) // page_tokens
                 cut = [c for p in before.pieces if (c := p.cut(skip, skip + int(pages[i])))]
                 stored.put(i, before.space, cut)
-                firsts[i] = b""
             elif (found := content(node)) is not None:
                 stored.put(i, found.space, ())
                 firsts[i] = found.hashes[:HASH_BYTES]
+            else:
+                continue
+            step.append(i)
             yield None
         # What is stored is closed under prefixes: a node whose first page is nowhere is not looked for page by page.
-        looked = [i for i, first in firsts.items() if first]
-        somewhere = dict(zip(looked, _anywhere([firsts[i] for i in looked], segments), strict=True))
-        for i in firsts:
+        somewhere = dict(zip(firsts, _anywhere(firsts.values(), segments), strict=True))
+        for i in step:
             if somewhere.get(i) and (found := content(nodes[i])) is not None:
                 pieces = find_pieces(found, int(nodes.start[i]), segments, page_tokens)
                 stored.put(i, found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
@@ -231,7 +231,7 @@ def _keys(hashes: bytes) -> np.ndarray:
     return np.frombuffer(hashes, np.uint8).reshape(pages, HASH_BYTES)[:, :KEY_BYTES].copy().view("<u8")
 
 
-def _anywhere(hashes: Sequence[bytes], segments: Mapping[bytes, SegmentIndex]) -> list[bool]:
+def _anywhere(hashes: Iterable[bytes], segments: Mapping[bytes, SegmentIndex]) -> list[bool]:
     """Of each page hash, whether a page like that is in any segment."""
     keys = _keys(b"".join(hashes))
     out = np.zeros(len(keys), bool)
@@ -327,12 +327,11 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generato
     yield None
     chosen = np.flatnonzero(whole)
     kept, pages = nodes.take(chosen), plan.pages[chosen]
-    place = np.full(len(nodes), -1, np.int64)
-    place[chosen] = np.arange(len(chosen))
+    place = places(chosen, len(nodes))
     rows = np.flatnonzero(place[owner] >= 0)
     rows = rows[np.lexsort((every.rows["at"][rows], owner[rows]))]
     counts = np.bincount(place[owner[rows]], minlength=len(chosen))
-    pieces = Pieces(every.segments, every.rows[rows], np.concatenate([[0], np.cumsum(counts)]))
+    pieces = Pieces(every.segments, every.rows[rows], prefix_sum(counts))
     yield None
     names, space = _spaces(stored, chosen)
     end = kept.start + pages * plan.page_tokens

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_persist.model import HASH_BYTES, Piece, Space
-from sglang_persist.nodes import Pieces
+from sglang_persist.nodes import Pieces, places
 
 NO_PARENT = bytes(HASH_BYTES)
 
@@ -35,9 +35,8 @@ class TreeNodes(Sequence):
 
     def take(self, chosen: np.ndarray) -> TreeNodes:
         """These nodes (rising indexes); a parent that is not among them becomes none."""
-        place = np.full(len(self) + 1, -1, np.int64)  # the last for -1
-        place[chosen] = np.arange(len(chosen))
-        return TreeNodes(self.id[chosen], place[self.parent[chosen]], self.start[chosen], self.end[chosen])
+        parent = places(chosen, len(self))[self.parent[chosen]]
+        return TreeNodes(self.id[chosen], parent, self.start[chosen], self.end[chosen])
 
     @property
     def tokens(self) -> int:
@@ -85,7 +84,7 @@ class KnownNodes:
     ):  # fmt: skip
         none = np.empty(0, np.int64)
         self.id, self.start, self.end, self.space = (none if c is None else c for c in (id, start, end, space))
-        self.spaces, self.pieces = list(spaces), pieces or Pieces.of([])
+        self.spaces, self.pieces = list(spaces), Pieces.of([]) if pieces is None else pieces
         self._order = np.argsort(self.id)
         self._more: dict[int, Known] = {}
 

@@ -115,6 +115,24 @@ def test_what_does_not_come_within_the_timeout_goes_on_in_the_background(monkeyp
     assert content(process.engine) == content(before)
 
 
+def test_a_read_that_comes_too_late_does_not_write_to_slots_that_others_have_by_then(monkeypatch, stored, rng):
+    store, _ = stored
+    fs = Gated()
+    process = Process(monkeypatch, store, fs, restore_timeout=0.2).start()
+    late = [t for t in threading.enumerate() if t.name.startswith("persist-read")]
+    assert late
+    process.persistence.pause()  # what would go on in the background is given up
+    free = process.engine.allocator.available_size()
+    for _ in range(8):
+        process.engine.put(real.random_tokens(rng, free // 8))
+    assert process.engine.allocator.available_size() < 8
+    before = content(process.engine)
+    fs.gate.set()
+    for thread in late:
+        thread.join(60)
+    assert content(process.engine) == before
+
+
 def test_what_the_engine_computes_meanwhile_stays_and_is_newer(monkeypatch, stored, rng):
     store, before = stored
     fs = Gated()

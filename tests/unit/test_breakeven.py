@@ -46,10 +46,10 @@ def test_the_engines_rate_is_learned_from_runs_of_prefills(overlap, seconds):
 
     found = PrefillRate(overlap)
     assert found.rate == 0
-    for now, ran in enumerate([None, batch(0), batch(500), batch(400), batch(300), batch(0), batch(0), None]):
-        found.seen(ran, float(now))
+    for ran in [None, batch(0), batch(500), batch(400), batch(300), batch(0), batch(0), None]:
+        found.seen(ran, 1.0)
     assert (found.tokens, found.seconds) == (1200, seconds)
     assert found.rate == 1200 / seconds
-    for now in range(8, 20):  # decoding, idling and a prompt that is too short say nothing
-        found.seen(batch(20) if now == 10 else batch(0), float(now))
+    for tokens in (0, 0, 20, 0, 0):  # decoding, idling and a prompt that is too short say nothing
+        found.seen(batch(tokens), 1.0)
     assert found.tokens == 1200

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_persist.model import Node, Piece, Space
-from sglang_persist.nodes import NodeTable, Pieces, ranges
+from sglang_persist.nodes import NodeTable, Pieces, owners, prefix_sum, taken
 from sglang_persist.plan.paths import choose_paths, select
 from sglang_persist.plan.tree import Known, KnownNodes, TreeNode, TreeNodes
 
@@ -30,10 +30,16 @@ def trees(draw) -> list[TreeNode]:
     return out
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), max_size=9))
-def test_ranges_are_those_of_python(pairs):
-    starts, counts = (np.array([p[i] for p in pairs], np.int64) for i in (0, 1))
-    assert ranges(starts, counts).tolist() == [n for s, c in pairs for n in range(s, s + c)]
+@given(st.lists(st.integers(0, 5), max_size=9), st.data())
+def test_groups_of_rows_are_those_of_python(counts, data):
+    bounds = prefix_sum(np.array(counts, np.int64))
+    groups = [list(range(bounds[i], bounds[i + 1])) for i in range(len(counts))]
+    assert [len(g) for g in groups] == counts
+    assert owners(bounds).tolist() == [i for i, g in enumerate(groups) for _ in g]
+    chosen = data.draw(st.lists(st.sampled_from(range(len(counts))), max_size=9)) if counts else []
+    rows, after = taken(bounds, np.array(chosen, np.int64))
+    assert rows.tolist() == [row for i in chosen for row in groups[i]]
+    assert np.diff(after).tolist() == [counts[i] for i in chosen]
 
 
 @given(GROUPS, GROUPS, st.data())
