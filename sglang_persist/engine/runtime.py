@@ -6,8 +6,10 @@ as an exception in the engine.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -23,6 +25,7 @@ from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.prefill import PrefillRate
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
+from sglang_persist.format import planes
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
@@ -96,6 +99,7 @@ class Persistence:
     def start(self) -> None:
         """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
         deadline = time.monotonic() + self.settings.restore_timeout
+        threading.Thread(target=_warm_up, name="persist-compile", daemon=True).start()
         self._attempt(self._open)
         self._attempt(lambda: self._find(deadline))
         # Each rank must come here, whatever befell it.
@@ -613,3 +617,9 @@ def handle_signals(persistence: Persistence) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, persistence.request_drain)
     signal.signal(signal.SIGUSR2, persistence.request_stop)
+
+
+def _warm_up() -> None:
+    """Compile while the engine is still starting. Whoever needs the codec later is told what is wrong with it."""
+    with contextlib.suppress(Exception):
+        planes.kernels()

@@ -9,12 +9,14 @@ stay as they are. For float16 the same cut takes five exponent and three mantiss
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 import zstandard
 
 from sglang_persist.errors import Malformed
+from sglang_persist.format import planes
 
 
 class Codec(IntEnum):
@@ -73,19 +75,14 @@ def encode(codec: Codec, raw: np.ndarray, out: np.ndarray) -> tuple[Codec, int, 
     """
     if codec is Codec.ROT16 and raw.nbytes % 2 == 0:
         words = raw.view("<u2")
-        wide, exponents = _scratch("wide", "<u2", words.size), _scratch("exponents", "u1", words.size)
-        np.right_shift(words, 7, out=wide)
-        np.copyto(exponents, wide, casting="unsafe")
+        exponents, rest = _scratch("exponents", "u1", words.size), _scratch("rest", "u1", words.size)
+        split, _ = planes.kernels()
+        split(words if words.flags.aligned else words.copy(), exponents, rest)
         frame = _compress("huffman", exponents)
         if len(frame) < exponents.nbytes:
             size = len(frame) + words.size
             out[: len(frame)] = np.frombuffer(frame, np.uint8)
-            # Bit 7 from bit 15, the others as they are.
-            np.right_shift(words, 8, out=wide)
-            np.bitwise_xor(wide, words, out=wide)
-            np.bitwise_and(wide, 0x80, out=wide)
-            np.bitwise_xor(wide, words, out=wide)
-            np.copyto(out[len(frame) : size], wide, casting="unsafe")
+            out[len(frame) : size] = rest
             return Codec.ROT16, len(frame), size
     elif codec is not Codec.RAW:
         frame = _compress("plain", raw)
@@ -109,27 +106,39 @@ def _inflate(frame, size: int) -> bytes:
         raise Malformed(f"a zstd frame does not decode: {error}") from None
 
 
-def decode(codec: int, frame_bytes: int, stored: memoryview, out: np.ndarray) -> None:
-    """`stored` into `out` (uint8, contiguous, of the declared size). Raises Malformed; never writes past `out`."""
+def decode(codec: int, frame_bytes: int, stored: memoryview, outs: Sequence[np.ndarray]) -> None:
+    """`stored` into `outs` (uint8, contiguous, together of the declared size), one after the other. Raises Malformed;
+    never writes past them."""
+    size = sum(out.nbytes for out in outs)
     if codec == Codec.RAW:
-        if len(stored) != out.nbytes:
-            raise Malformed(f"{len(stored)} raw bytes stand where {out.nbytes} are declared")
-        out[:] = np.frombuffer(stored, np.uint8)
+        if len(stored) != size:
+            raise Malformed(f"{len(stored)} raw bytes stand where {size} are declared")
+        _spread(np.frombuffer(stored, np.uint8), outs)
     elif codec == Codec.ZSTD:
-        out[:] = np.frombuffer(_inflate(stored, out.nbytes), np.uint8)
+        _spread(np.frombuffer(_inflate(stored, size), np.uint8), outs)
     elif codec == Codec.ROT16:
-        if out.nbytes % 2 or frame_bytes > len(stored) or len(stored) - frame_bytes != out.nbytes // 2:
+        odd = any(out.nbytes % 2 for out in outs)
+        if odd or frame_bytes > len(stored) or len(stored) - frame_bytes != size // 2:
             raise Malformed("the planes of a 16-bit part do not have equal length")
-        words = out.view("<u2")
-        exponents = np.frombuffer(_inflate(stored[:frame_bytes], words.size), np.uint8)
-        # Sign extension puts the sign into bit 15 and the mantissa into bits 0-6 in one step.
-        wide = _scratch("wide", "<u2", words.size)
-        np.copyto(wide.view(np.int16), np.frombuffer(stored[frame_bytes:], np.int8))
-        np.bitwise_and(wide, 0x807F, out=wide)
-        np.left_shift(exponents, 7, out=words, dtype=np.uint16)
-        np.bitwise_or(words, wide, out=words)
+        exponents = np.frombuffer(_inflate(stored[:frame_bytes], size // 2), np.uint8)
+        rest, at = np.frombuffer(stored[frame_bytes:], np.uint8), 0
+        _, merge = planes.kernels()
+        for out in outs:
+            words, end = out.view("<u2"), at + out.nbytes // 2
+            target = words if words.flags.aligned else np.empty_like(words)
+            merge(exponents[at:end], rest[at:end], target)
+            if target is not words:
+                words[:] = target
+            at = end
     else:
         raise Malformed(f"codec {codec} is not known")
+
+
+def _spread(data: np.ndarray, outs: Sequence[np.ndarray]) -> None:
+    at = 0
+    for out in outs:
+        out[:] = data[at : at + out.nbytes]
+        at += out.nbytes
 
 
 def pack(data: bytes) -> bytes:

@@ -138,15 +138,10 @@ def decode_record(
         size = rows * sum(b.row_bytes for b in buffers)
         chunk = stored[at : at + part.stored_bytes]
         if len(targets) == 1:
-            codec.decode(part.codec, part.frame_bytes, chunk, targets[0][raw : raw + size])
-        elif len(buffers) == 1:
-            codec.decode(part.codec, part.frame_bytes, chunk, targets[part.first_buffer])
-        else:  # small buffers that were coded together
-            whole = np.empty(size, np.uint8)
-            codec.decode(part.codec, part.frame_bytes, chunk, whole)
-            for target in targets[part.first_buffer : part.first_buffer + part.buffers]:
-                target[:] = whole[: target.nbytes]
-                whole = whole[target.nbytes :]
+            outs = [targets[0][raw : raw + size]]
+        else:
+            outs = targets[part.first_buffer : part.first_buffer + part.buffers]
+        codec.decode(part.codec, part.frame_bytes, chunk, outs)
         at, raw = at + part.stored_bytes, raw + size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_persist.errors import Malformed
-from sglang_persist.format import codec
+from sglang_persist.format import codec, planes
 from sglang_persist.format.codec import Codec
 
 SETTINGS = ("auto", "zstd", "raw")
@@ -37,13 +38,19 @@ def encode(wanted: Codec, raw: np.ndarray) -> tuple[Codec, int, bytes]:
 
 
 def decode(used: int, frame_bytes: int, stored: bytes, size: int) -> bytes:
-    """Into the middle of an array whose rest must stay as it is, also where decoding fails."""
-    whole = np.full(size + 26, 0xA5, np.uint8)
-    try:
-        codec.decode(used, frame_bytes, memoryview(stored), whole[13 : 13 + size])
-    finally:
-        assert (whole[:13] == 0xA5).all() and (whole[13 + size :] == 0xA5).all()
-    return whole[13 : 13 + size].tobytes()
+    """Into the middle of an array whose rest must stay as it is, also where decoding fails: as one, and in pieces that
+    do or do not lie on even addresses."""
+    found = b""
+    for first, cuts in ((13, []), (14, [0, size // 4 * 2]), (13, [2 if size > 2 else 0])):
+        whole = np.full(size + 26, 0xA5, np.uint8)
+        try:
+            codec.decode(used, frame_bytes, memoryview(stored), np.split(whole[first : first + size], cuts))
+        finally:
+            assert (whole[:first] == 0xA5).all() and (whole[first + size :] == 0xA5).all()
+        if cuts:
+            assert whole[first : first + size].tobytes() == found
+        found = whole[first : first + size].tobytes()
+    return found
 
 
 def halves(values) -> np.ndarray:
@@ -52,6 +59,28 @@ def halves(values) -> np.ndarray:
 
 EVERY_PATTERN = halves(np.arange(1 << 16))
 NANS = halves([(sign << 15) | 0x7F80 | payload for sign in (0, 1) for payload in range(128)] * 4)
+
+
+@given(st.integers(0, 1 << 16), st.integers(0, 300))
+def test_compiled_and_plain_planes_are_the_same(first, count):
+    words = np.roll(EVERY_PATTERN.view("<u2"), first)[:count].copy()
+    compiled, plain = planes.kernels(), (planes.split, planes.merge)
+    assert compiled[0] is not planes.split
+    found = []
+    for split, merge in (compiled, plain):
+        exponents, rest, again = np.zeros(count, "u1"), np.zeros(count, "u1"), np.zeros(count, "<u2")
+        split(words, exponents, rest)
+        merge(exponents, rest, again)
+        assert (again == words).all()
+        found.append((exponents.tobytes(), rest.tobytes()))
+    assert found[0] == found[1]
+
+
+def test_the_codec_works_without_numba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(planes, "kernels", planes.kernels.__wrapped__)
+    assert planes.kernels() == (planes.split, planes.merge)
+    assert roundtrip(Codec.ROT16, EVERY_PATTERN)[0] is Codec.ROT16
 
 
 @pytest.mark.parametrize("wanted", Codec)

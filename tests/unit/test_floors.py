@@ -22,7 +22,7 @@ FLOORS = (
     ("config.py",),
     ("model.py",),
     ("nodes.py",),
-    ("format/limits.py",),
+    ("format/limits.py", "format/planes.py"),
     ("format/codec.py",),
     ("format/envelope.py",),
     ("format/segment.py", "format/manifest.py", "format/weights.py"),
