@@ -43,6 +43,20 @@ def places(chosen: np.ndarray, total: int) -> np.ndarray:
     return out
 
 
+class Places(Sequence):
+    """Records, (segment, ordinal) each: row i is an index into `segments`, shifted left by 32 bits, and the ordinal."""
+
+    def __init__(self, segments: Sequence[bytes] = (), rows: np.ndarray | Sequence[int] = ()):
+        self.segments, self.rows = list(segments), np.array(rows, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[bytes, int]:
+        row = int(self.rows[i])
+        return self.segments[row >> 32], row & 0xFFFFFFFF
+
+
 class Pieces:
     """The pieces of node i are `rows[bounds[i]:bounds[i + 1]]`; their column `segment` is an index into `segments`."""
 

@@ -264,7 +264,8 @@ def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, record: int, raw: n
 
 def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
-    own: dict[int, np.ndarray] = {}
+    own: dict[int, np.ndarray] = {}  # of nodes that are needed again, for what stands below or for their own sake
+    again = {m.nodes[i].parent for i in f.plan.nodes} | {i for i, n in Counter(f.plan.nodes).items() if n > 1}
     came, late = set(), set(f.late)
 
     def tokens_of(i: int) -> np.ndarray:
@@ -316,5 +317,7 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
                 result.digest.update(repr((space, start)).encode() + own[i].astype("<i8").tobytes())
                 home.known[found] = Known(start, end, space, node.pieces)
                 result.tokens += end - start
+            if i not in again:
+                del own[i]
         if reason:
             result.refused[reason] += 1

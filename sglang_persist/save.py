@@ -11,6 +11,7 @@ commit   segments durable, then the manifest: its rename is the moment from whic
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
             raise
     elif budget.room < 0:
         yield from _finish(home.run(keeper.hold))
-    unchanged = not len(plan.records) and ready.complete and home.is_current((yield from settle(plan, [])))
+    unchanged = not len(plan.records) and ready.complete and home.is_current((yield from settle(plan)))
     if not len(nodes) or unchanged:
         tokens, left_out = (home.manifest.tokens, home.manifest.left_out_tokens) if home.manifest else (0, 0)
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
@@ -73,8 +74,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     try:
         kept = yield from _write(tree, pages, plan, writer, request, room)
         yield from _finish(writer.seal())
-        places = iter(writer.placed)
-        settled = yield from settle(plan, [(*(next(places) if n else (b"", 0)), n) for n in kept])
+        settled = yield from settle(plan, kept, writer.placed)
         settled.left_out_tokens += nodes.tokens - plan.nodes.tokens  # nodes for which the budget has no room
         if not len(settled.nodes):  # everything was evicted, or out of time, before it was read
             yield from _finish(home.run(home.sweep))
@@ -123,7 +123,7 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
     for smaller in fit(plan, home.segments, page_bytes, budget.cap * TREE_SHARE):
         plan = smaller
         yield None
-    wanted, stored = sum(new_sizes(plan, page_bytes)), (yield from settle(plan, []))
+    wanted, stored = sum(new_sizes(plan, page_bytes)), (yield from settle(plan))
     # Where all that is stored is colder, and so is to go, one segment may be written before it does.
     room = budget.room_for_one
     if wanted > budget.room and len(stored.nodes):
@@ -139,9 +139,9 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
 
 def _write(
     tree: Tree, pages: Pages, plan: SavePlan, writer: SegmentWriter, request: SaveRequest, room: int
-) -> Generator[Waiting, None, list[int]]:
+) -> Generator[Waiting, None, array]:
     """Hand the records to the writer, in order, until time or room is used up: how many pages of each were there."""
-    kept: list[int] = []
+    kept = array("q")
     reader = _Reader(tree, pages, plan)
     for i, count in enumerate(plan.records.record_pages().tolist()):
         size = writer.cost(0, count)

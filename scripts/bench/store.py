@@ -35,6 +35,7 @@ import torch
 import zstandard
 
 from sglang_persist.engine.runtime import BUSY_SLICE
+from sglang_persist.format import planes
 from sglang_persist.store import names, shard
 from sglang_persist.store.writer import encode_record
 
@@ -67,7 +68,7 @@ class Bed:
                     part = buffer[at : at + len(source)]
                     part.copy_(source[: len(part)])
 
-    def add(self, tokens: list[int], matched: int = 0) -> None:
+    def add(self, tokens: list[int], matched: int = 0, hashed: bool = True) -> None:
         """A path whose first `matched` tokens are there."""
         e = self.engine
         key = real.RadixKey(real.array("q", tokens), None)
@@ -78,14 +79,15 @@ class Bed:
             value = torch.cat([prefix, value])
         params = real.InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched)
         e.inserted(params)
-        e.tree.keep_current()  # as the runtime does between two passes
+        if hashed:
+            e.tree.keep_current()  # as the runtime does between two passes
 
     def random(self, count: int) -> list[int]:
         return self.rng.integers(1, 49000, count).tolist()
 
-    def prompts(self, tokens: int, each: int) -> None:
+    def prompts(self, tokens: int, each: int, hashed: bool = True) -> None:
         for _ in range(tokens // each):
-            self.add(self.random(each))
+            self.add(self.random(each), hashed=hashed)
 
     @property
     def token_bytes(self) -> int:
@@ -341,11 +343,17 @@ def growth_case(tokens: int, share: float) -> dict:
 
 
 def tokens_case(tokens: int, page: int, each: int) -> dict:
-    """How a restore grows with the number of tokens; memory beside the pool's own."""
+    """How a restore grows with the number of tokens; memory beside the pool's; and SGLang's own tree."""
+    first = _resident()
+    planes.kernels()
+    out: dict = {"page": page, "compiler": _resident() - first}
     bed = Bed(tokens, TINY, page=page)
-    bed.prompts(tokens, each)
-    tokens = bed.engine.cache.total_size()[0]
-    out: dict = {"tokens": tokens, "page": page}
+    first = _resident()
+    bed.prompts(tokens, each, hashed=False)
+    then = _resident()
+    bed.engine.tree.leaves()  # hashes what is not
+    out["tokens"] = tokens = bed.engine.cache.total_size()[0]
+    out |= {"tree_bytes_per_token": (then - first) / tokens, "hash_bytes_per_token": (_resident() - then) / tokens}
     with tempfile.TemporaryDirectory(dir=_scratch()) as root:
         home = flow.home(Path(root) / "store")
         with Peak() as peak:
@@ -355,8 +363,10 @@ def tokens_case(tokens: int, page: int, each: int) -> dict:
         fresh = Bed(tokens, TINY, page=page, fill=False)
         with Peak() as peak:
             out["restore"] = seconds(lambda: flow.load(fresh.engine, flow.home(Path(root) / "store")))
-        out["restore_peak"] = peak.bytes
+        out["restore_peak"] = peak.bytes - int(out["tree_bytes_per_token"] * tokens)
         assert fresh.engine.cache.total_size()[0] == tokens
+    out["save_peak"] += out["compiler"]
+    out["restore_peak"] += out["compiler"]
     out["restore_ns_per_token"] = out["restore"] / tokens * 1e9
     return out
 
@@ -364,6 +374,7 @@ def tokens_case(tokens: int, page: int, each: int) -> dict:
 def pauses_case(nodes: int, tokens: int) -> dict:
     """How long the scheduler's thread is held by one pass of its loop while requests run. Half of the nodes are leaves
     below a prefix of their own, and between two snapshots one in a hundred is new."""
+    planes.kernels()  # as at the start of a server
     bed = Bed(int(nodes * tokens * 1.2), TINY)
     heads = [bed.random(tokens) for _ in range(max(1, nodes // 10))]
     for head in heads:
@@ -463,6 +474,10 @@ def ratios(cases: dict[str, dict]) -> list[dict]:
         per_token = c["restore_ns_per_token"] / of_tokens[0]["restore_ns_per_token"]
         add(f"restore, time a token: {c['tokens']:,} / {of_tokens[0]['tokens']:,}", per_token, 1.3)
     for c in of_tokens[-1:]:
+        for what in ("tree", "hash"):
+            name = {"tree": "SGLang's own tree", "hash": "its page hashes, which a snapshot asks for"}[what]
+            add(f"{name}, bytes a token", c[f"{what}_bytes_per_token"], unit="B")
+        add("of the peaks: the compiler of the codec's two loops, MiB", c["compiler"] / 2**20, unit="MiB")
         for what in ("save", "restore"):
             add(f"peak of memory, {what} of {c['tokens']:,} tokens", c[f"{what}_peak"] / 2**20,
                 256 + 32 * c["tokens"] / 2**20, unit="MiB")  # fmt: skip

@@ -31,6 +31,9 @@ _NEEDED = (
 #: Leaves up to which the engine's own order is asked for while it serves: one call, 3.4 us a leaf. Of more, the order
 #: in which their paths were last inserted has to do.
 EXACT_LEAVES = 1000
+#: Tokens from which on a node's own slots are asked for. They then stay an object of Python as long as the node lives,
+#: and of 10^5 the garbage collector takes notice. Of a shorter one the whole path's are asked for, which are a copy.
+LONG_NODE = 2048
 #: Paths that are looked up in one step, 2 us a node.
 STEP_PATHS = 64
 #: Nodes whose order is remembered.
@@ -86,7 +89,7 @@ class LiveTree:
 
     def keep_current(self) -> None:
         """Hash what is new before it is so much that doing it in one call, which it takes, would be felt."""
-        if self._unhashed > self.page_tokens * max(HASHED_PAGES, len(self._inserted or ())):
+        if self._unhashed > self.page_tokens * max(HASHED_PAGES, len(self._inserted or ()) // 4):
             self._hash()
 
     def _hash(self) -> None:
@@ -112,7 +115,6 @@ class LiveTree:
             if self._reversed:
                 leaves.reverse()
         else:
-            self._hash()
             leaves = list(before)
         locked = dict.fromkeys(self._locked())
         leaves = [i for i in leaves if i not in locked] + list(locked)
@@ -123,6 +125,9 @@ class LiveTree:
         if self._watching:
             self._inserted = {}  # what is inserted between the slices is newer than all that is found here
         try:
+            if not exact:
+                yield None
+                self._hash()
             for at in range(0, len(leaves), STEP_PATHS):
                 yield None
                 for path in self._paths(leaves[at : at + STEP_PATHS]):
@@ -219,11 +224,12 @@ class LiveTree:
 
     def slots(self, node: TreeNode, start: int, end: int) -> torch.Tensor | None:
         try:
-            own = self.core.get_component_device_value(node.id, FULL)
-            if own is None:
-                return None
-            if (low := node.end - len(own)) <= start:
-                return own[start - low : end - low]
+            if node.end - node.start >= LONG_NODE:
+                own = self.core.get_component_device_value(node.id, FULL)
+                if own is None:
+                    return None
+                if (low := node.end - len(own)) <= start:
+                    return own[start - low : end - low]
             path = self.core.collect_full_device_indices(node.id, self.cache.root_node_handle())
         except KeyError:
             return None

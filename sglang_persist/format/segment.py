@@ -9,6 +9,7 @@ written last and found through the trailer, so a file that was cut short is not 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -137,16 +138,27 @@ def entry_bytes(pages: int, tokens: int, parts: int) -> int:
     return 256 + 24 * parts + KEY_BYTES * pages + 8 * tokens
 
 
+#: Columns of numbers in an index, first those with a row for each record, then those with a row for each part.
+_COLUMNS = {
+    "record_pool": "B", "record_space": "I", "record_start": "I", "record_pages": "I", "record_offset": "Q",
+    "record_bytes": "Q", "record_checksum": "Q", "record_parts": "H", "part_codec": "B", "part_first_buffer": "H",
+    "part_buffers": "H", "part_bytes": "Q", "part_frame_bytes": "Q",
+}  # fmt: skip
+#: The columns of `SegmentIndex.parts`: those of `Part`.
+PART = np.dtype(
+    [("codec", "u1"), ("first_buffer", "<u2"), ("buffers", "<u2"), ("stored_bytes", "<u8"), ("frame_bytes", "<u8")]
+)
+
+
 class IndexBuilder:
     """Collects what `SegmentIndex` will read. One call of `add` per record, in file order."""
 
     def __init__(self, pools: tuple[Pool, ...], page_tokens: int):
         self.pools, self.page_tokens = pools, page_tokens
         self._spaces: dict[Space, int] = {}
-        self._rows: list[tuple] = []
-        self._parts: list[Part] = []
-        self._parents: list[bytes] = []
-        self._keys: list[bytes] = []
+        # As numbers in rows: of objects, one for each record, Python's garbage collector would have to look at each.
+        self._columns = {name: array(code) for name, code in _COLUMNS.items()}
+        self._parents, self._keys = bytearray(), bytearray()
         self._tokens: list[np.ndarray] = []
         self.records = 0
         #: More than the index will take, whatever it compresses to.
@@ -170,41 +182,34 @@ class IndexBuilder:
 
     def _append(self, pool, space, start, pages, place, parts, parent, keys, tokens) -> int:
         space = self._spaces.setdefault(space, len(self._spaces))
-        self._rows.append((pool, space, start, pages, *place, len(parts)))
-        self._parts.extend(parts)
-        self._parents.append(parent)
-        self._keys.append(keys)
+        row = (pool, space, start, pages, *place, len(parts))
+        for column, value in zip(self._columns.values(), row, strict=False):
+            column.append(value)
+        for part in parts:
+            self._columns["part_codec"].append(part.codec)
+            self._columns["part_first_buffer"].append(part.first_buffer)
+            self._columns["part_buffers"].append(part.buffers)
+            self._columns["part_bytes"].append(part.stored_bytes)
+            self._columns["part_frame_bytes"].append(part.frame_bytes)
+        self._parents += parent
+        self._keys += keys
         self._tokens.append(tokens)
         self.records += 1
         self.bytes += entry_bytes(pages, len(tokens), len(parts))
         return self.records - 1
 
     def body(self) -> dict:
-        def numbers(values, dtype):
-            return np.array(list(values), dtype).tobytes()
-
-        columns = list(zip(*self._rows, strict=True)) or [()] * 8
         tokens = np.concatenate(self._tokens) if self._tokens else np.empty(0, np.int64)
         wide = bool(tokens.size) and not (tokens.min() >= -(2**31) and tokens.max() < 2**31)
+        numbers = {n: np.array(c, c.typecode).astype(f"<u{c.itemsize}").tobytes() for n, c in self._columns.items()}
         return {
             "pools": envelope.encode_pools(self.pools),
             "spaces": [envelope.encode_space(s) for s in self._spaces],
             "page_tokens": self.page_tokens,
-            "record_pool": numbers(columns[0], "<u1"),
-            "record_space": numbers(columns[1], "<u4"),
-            "record_start": numbers(columns[2], "<u4"),
-            "record_pages": numbers(columns[3], "<u4"),
-            "record_offset": numbers(columns[4], "<u8"),
-            "record_bytes": numbers(columns[5], "<u8"),
-            "record_checksum": numbers(columns[6], "<u8"),
-            "record_parts": numbers(columns[7], "<u2"),
-            "record_parent": b"".join(self._parents),
-            "part_codec": numbers((p.codec for p in self._parts), "<u1"),
-            "part_first_buffer": numbers((p.first_buffer for p in self._parts), "<u2"),
-            "part_buffers": numbers((p.buffers for p in self._parts), "<u2"),
-            "part_bytes": numbers((p.stored_bytes for p in self._parts), "<u8"),
-            "part_frame_bytes": numbers((p.frame_bytes for p in self._parts), "<u8"),
-            "page_hash": b"".join(self._keys),
+            **{name: column for name, column in numbers.items() if name.startswith("record_")},
+            "record_parent": bytes(self._parents),
+            **{name: column for name, column in numbers.items() if name.startswith("part_")},
+            "page_hash": bytes(self._keys),
             "token_width": 8 if wide else 4,
             "tokens": tokens.astype("<i8" if wide else "<i4").tobytes(),
         }
@@ -230,7 +235,7 @@ class SegmentIndex:
     checksum: np.ndarray
     parent: np.ndarray  # [records, HASH_BYTES]
     first_part: np.ndarray
-    parts: list[Part]
+    parts: np.ndarray  # PART
     tokens: np.ndarray
     first_page: np.ndarray
     first_token: np.ndarray
@@ -247,7 +252,7 @@ class SegmentIndex:
         return self.pools[self.pool[record]].bytes(int(self.pages[record]), self.page_tokens)
 
     def record_parts(self, record: int) -> list[Part]:
-        return self.parts[self.first_part[record] : self.first_part[record + 1]]
+        return [Part(*row) for row in self.parts[self.first_part[record] : self.first_part[record + 1]].tolist()]
 
     def page_tokens_of(self, record: int, first: int, pages: int) -> np.ndarray:
         """Token ids of pages [first, first + pages) of a record (one more in a bigram space)."""
@@ -304,9 +309,8 @@ def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int
     first_part, parts = prefix_sum(part_count), _decode_parts(body)
     if first_part[-1] != len(parts):
         raise Malformed("parts and records differ in number")
-    for record in range(n):
-        _check_record(parts[first_part[record] : first_part[record + 1]], pools[pool[record]], int(pages[record]),
-                      page_tokens, int(size[record]))  # fmt: skip
+    _check_parts(parts, first_part, size)
+    _check_sizes(parts, first_part, pools, pool, pages, page_tokens, size)
 
     first_page = prefix_sum(pages)
     extra = np.array([s.extra_tokens for s in spaces], np.int64)[space] if n else np.empty(0, np.int64)
@@ -322,29 +326,48 @@ def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int
     )  # fmt: skip
 
 
-def _decode_parts(body: dict) -> list[Part]:
+def _decode_parts(body: dict) -> np.ndarray:
     columns = [
-        envelope.column(body, name, dtype)
-        for name, dtype in (
-            ("part_codec", "<u1"), ("part_first_buffer", "<u2"), ("part_buffers", "<u2"), ("part_bytes", "<u8"),
-            ("part_frame_bytes", "<u8"),
-        )
+        envelope.column(body, "part_" + name.removeprefix("stored_"), PART[name].str) for name in PART.names
     ]  # fmt: skip
     envelope.same_length(*columns)
-    return [Part(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+    parts = np.empty(len(columns[0]), PART)
+    for name, column in zip(PART.names, columns, strict=True):
+        parts[name] = column
+    return parts
 
 
-def _check_record(parts: list[Part], pool: Pool, pages: int, page_tokens: int, stored_bytes: int) -> None:
-    buffer = stored = 0
-    for part in parts:
-        if part.first_buffer != buffer or part.buffers < 1 or part.frame_bytes > part.stored_bytes:
-            raise Malformed("parts of a record do not follow each other")
-        if part.codec not in Codec._value2member_map_:
-            raise NewerFormat(f"codec {part.codec} is not known")
-        buffer += part.buffers
-        stored += part.stored_bytes
-    if buffer != len(pool.buffers) or stored != stored_bytes:
+def _check_parts(parts: np.ndarray, first_part: np.ndarray, size: np.ndarray) -> None:
+    """The parts of each record follow each other and are as long as the record; each record has at least one."""
+    if not len(size):
+        return
+    first, last = first_part[:-1], first_part[1:] - 1
+    begin, end = parts["first_buffer"].astype(np.int64), parts["first_buffer"].astype(np.int64) + parts["buffers"]
+    before = np.concatenate([[0], end[:-1]])
+    before[first] = 0
+    if (begin != before).any() or (parts["buffers"] < 1).any() or (parts["frame_bytes"] > parts["stored_bytes"]).any():
+        raise Malformed("parts of a record do not follow each other")
+    unknown = parts["codec"][~np.isin(parts["codec"], list(Codec))]
+    if len(unknown):
+        raise NewerFormat(f"codec {unknown[0]} is not known")
+    # None is larger than its record, so that their sum cannot overflow.
+    if (parts["stored_bytes"] > np.repeat(size, last - first + 1)).any() or (
+        np.add.reduceat(parts["stored_bytes"], first) != size
+    ).any():
         raise Malformed("parts of a record do not cover its buffers and bytes")
-    # No encoder writes more than it was given, so the stored bytes need no limit of their own.
-    if not stored_bytes <= pool.bytes(pages, page_tokens) <= limits.MAX_RECORD_BYTES:
-        raise LimitExceeded(f"a record of {pool.bytes(pages, page_tokens)} bytes, {stored_bytes} stored")
+
+
+def _check_sizes(parts: np.ndarray, first_part: np.ndarray, pools: tuple[Pool, ...], pool: np.ndarray,
+                 pages: np.ndarray, page_tokens: int, size: np.ndarray) -> None:  # fmt: skip
+    """The parts of each record cover its pool's buffers, and are not longer than what they hold."""
+    for number, of in enumerate(pools):
+        records = np.flatnonzero(pool == number)
+        ends = parts[first_part[1:][records] - 1]
+        if (ends["first_buffer"].astype(np.int64) + ends["buffers"] != len(of.buffers)).any():
+            raise Malformed("parts of a record do not cover its buffers and bytes")
+        most = min(of.bytes(1, page_tokens), limits.MAX_RECORD_BYTES + 1)  # of a page
+        raw = pages[records].astype(np.int64) * most
+        # No encoder writes more than it was given, so the stored bytes need no limit of their own.
+        bad = np.flatnonzero((size[records] > raw.astype(np.uint64)) | (raw > limits.MAX_RECORD_BYTES))
+        if len(bad):
+            raise LimitExceeded(f"a record of {raw[bad[0]]} bytes, {size[records][bad[0]]} stored")

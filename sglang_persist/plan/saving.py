@@ -18,7 +18,7 @@ import numpy as np
 
 from sglang_persist.format.segment import KEY_BYTES, SegmentIndex
 from sglang_persist.model import HASH_BYTES, Piece, Space
-from sglang_persist.nodes import PIECE, NodeTable, Pieces, owners, places, prefix_sum, taken
+from sglang_persist.nodes import PIECE, NodeTable, Pieces, Places, owners, places, prefix_sum, taken
 from sglang_persist.plan.paths import highest_below
 from sglang_persist.plan.tree import Content, KnownNodes, TreeNode, TreeNodes
 
@@ -304,15 +304,18 @@ class Settled:
         self.known = KnownNodes(k.id, k.start, k.end, k.space, k.spaces, of_known)
 
 
-def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generator[None, None, Settled]:
-    """`placed`: segment, record and pages that were really written, for each record of the plan in order (fewer where
-    the snapshot was cut short). A node that lacks a page is left out, and all below it: prefix-closed. In steps."""
+def settle(
+    plan: SavePlan, written: Sequence[int] = (), placed: Places | None = None
+) -> Generator[None, None, Settled]:  # fmt: skip
+    """`written`: how many pages of each of the first records of the plan were really written (fewer records where the
+    snapshot was cut short). `placed`: where those are of which any were. A node that lacks a page is left out, and all
+    below it: prefix-closed. In steps."""
     stored, nodes, known = plan.stored, plan.nodes, plan.stored.known
     of_known = np.flatnonzero(stored.rows >= 0)
     groups = (
         (of_known, known.pieces.take(stored.rows[of_known])),
         (np.fromiter(stored.own, np.int64, len(stored.own)), Pieces.of([pieces for _, pieces in stored.own.values()])),
-        _written(plan.records, placed),
+        _written(plan.records, np.array(written, np.int64), placed or Places()),
     )
     yield None
     every = Pieces.join([pieces for _, pieces in groups])
@@ -341,22 +344,21 @@ def settle(plan: SavePlan, placed: Sequence[tuple[bytes, int, int]]) -> Generato
     return Settled(table, names, remembered, tokens, nodes.tokens - tokens)
 
 
-def _written(records: Records, placed: Sequence[tuple[bytes, int, int]]) -> tuple[np.ndarray, Pieces]:
+def _written(records: Records, written: np.ndarray, placed: Places) -> tuple[np.ndarray, Pieces]:
     """The pieces that were written, each with its node."""
-    sources = int(records.bounds[len(placed)])
+    sources = int(records.bounds[len(written)])
     owner, length = records.owner[:sources], records.pages[:sources]
     first = np.cumsum(length) - length
-    first -= first[records.bounds[: len(placed)]][owner] if sources else 0
-    kept = np.array([pages for _, _, pages in placed], np.int64)
-    count = np.clip(kept[owner] - first, 0, length)
+    first -= first[records.bounds[: len(written)]][owner] if sources else 0
+    count = np.clip(written[owner] - first, 0, length)
     there = np.flatnonzero(count > 0)
-    numbers: dict[bytes, int] = {}
-    segment = np.array([numbers.setdefault(s, len(numbers)) for s, _, _ in placed], np.int64)
-    ordinal = np.array([ordinal for _, ordinal, _ in placed], np.int64)
+    place = np.zeros(len(written), np.int64)
+    place[written > 0] = placed.rows
+    place = place[owner[there]]
     rows = np.zeros(len(there), PIECE)
     rows["at"], rows["first"], rows["pages"] = records.first[:sources][there], first[there], count[there]
-    rows["segment"], rows["record"] = segment[owner[there]], ordinal[owner[there]]
-    return records.node[:sources][there], Pieces(list(numbers), rows, np.arange(len(there) + 1))
+    rows["segment"], rows["record"] = place >> 32, place & 0xFFFFFFFF
+    return records.node[:sources][there], Pieces(placed.segments, rows, np.arange(len(there) + 1))
 
 
 def _spaces(stored: Stored, chosen: np.ndarray) -> tuple[list[Space], np.ndarray]:

@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import threading
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sglang_persist.format import codec, envelope, manifest, segment
 from sglang_persist.format.segment import IndexBuilder, Part, RecordKey, SegmentIndex
 from sglang_persist.fs import FileSystem, NewFile
 from sglang_persist.model import Manifest, Pool
+from sglang_persist.nodes import Places
 from sglang_persist.spare import Spare
 from sglang_persist.store import names
 from sglang_persist.store.shard import Segment, open_segment
@@ -31,8 +33,11 @@ from sglang_persist.workers import stand_back, workers
 #: Buffers of a record are coded together until they reach this size. Smaller parts cost more calls, between which
 #: threads wait for the interpreter lock; larger ones leave the processor's caches.
 PART_BYTES = 512 << 10
-PENDING_BYTES = 64 << 20
+#: Of what was handed in and is not written yet.
+PENDING_BYTES, PENDING_RECORDS = 32 << 20, 256
 SEGMENT_BYTES = 4 << 30
+#: At most so large may an index be before it is compressed: it is held several times while its segment is sealed.
+INDEX_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -141,22 +146,30 @@ class SegmentWriter:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Condition()
         self._spare = Spare()
-        self._pending = self._owed = 0
+        self._pending = self._owed = self._records = 0
         #: Bytes of segments so far; of the open one at most, once it is sealed.
         self.written = 0
         self._stop = False
         self._open: _OpenSegment | None = None
         self.indexes: list[SegmentIndex] = []
-        #: (segment id, record ordinal) of every record, in order of submission.
-        self.placed: list[tuple[bytes, int]] = []
+        self._ids: list[bytes] = []
+        self._placed = array("q")
         self.sealed: Future = Future()
         self._thread = threading.Thread(target=self._run, name="persist-write", daemon=True)
         self._thread.start()
 
+    @property
+    def placed(self) -> Places:
+        """Where every record is that was written, in order of submission."""
+        return Places(self._ids, self._placed)
+
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether another record may be handed in now, waiting up to `timeout` seconds for room."""
         with self._room:
-            return self._room.wait_for(lambda: self._pending < self._limit or self.sealed.done(), timeout)
+            return self._room.wait_for(lambda: self._has_room() or self.sealed.done(), timeout)
+
+    def _has_room(self) -> bool:
+        return self._pending < self._limit and self._records < PENDING_RECORDS
 
     def due(self) -> int:
         """Bytes of what was handed in: on disk, or, not coded yet, at most."""
@@ -182,6 +195,7 @@ class SegmentWriter:
             self.sealed.result()
         with self._room:
             self._pending += raw.nbytes
+            self._records += 1
             self._owed += self.cost(key.pool, key.pages)
         pool = self._pools[key.pool]
         rows = pool.rows(key.pages, self._page_tokens)
@@ -206,6 +220,7 @@ class SegmentWriter:
             self.sealed.result()
         with self._room:
             self._pending += len(stored)
+            self._records += 1
         job: Future = Future()
         job.set_result(Encoded([], stored))
         self._queue.put(((index, record), len(stored), job))
@@ -229,16 +244,18 @@ class SegmentWriter:
             while (item := self._queue.get()) is not None and not self._stop:
                 source, size, job = item
                 encoded: Encoded = job.result()
-                if self._open and self._open.would_be(source, encoded) > self._segment_bytes:
+                if self._open and self._is_full(source, encoded):
                     self._seal_open()
                 if self._open is None:
                     self._open = self._new()
-                self.placed.append((self._open.id, self._open.add(source, encoded)))
+                    self._ids.append(self._open.id)
+                self._placed.append((len(self._ids) - 1) << 32 | self._open.add(source, encoded))
                 if isinstance(encoded.data, np.ndarray):
                     self._spare.give(encoded.data)
                 with self._room:
                     self.written = sum(i.file_bytes for i in self.indexes) + self._open.bytes
                     self._pending -= size
+                    self._records -= 1
                     self._owed -= self.cost(source.pool, source.pages) if isinstance(source, RecordKey) else 0
                     self._room.notify_all()
             if self._stop:
@@ -251,6 +268,10 @@ class SegmentWriter:
             self._encoders.shutdown(wait=False, cancel_futures=True)
             with self._room:
                 self._room.notify_all()
+
+    def _is_full(self, source: RecordKey | tuple[SegmentIndex, int], encoded: Encoded) -> bool:
+        too_large = self._open.would_be(source, encoded) > self._segment_bytes
+        return too_large or self._open.index.bytes > INDEX_BYTES
 
     def _seal_open(self) -> None:
         if self._open is not None:

@@ -105,7 +105,7 @@ def test_the_first_version_shows_every_part_of_the_format():
             partial += any(sum(p.pages for p in n.pieces if p.pool == 1) not in (0, n.pages) for n in m.nodes)
             for ref in m.segments:
                 opened = shard.open_segment(REAL, GOLDEN[version] / "store" / place, ref.id, ref)
-                codecs |= {p.codec for p in opened.index.parts}
+                codecs |= set(opened.index.parts["codec"].tolist())
                 widths.add(opened.index.tokens.dtype)
                 opened.close()
     assert codecs == set(Codec) and widths == {np.dtype("<i4"), np.dtype("<i8")}
