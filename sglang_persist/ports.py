@@ -92,9 +92,12 @@ class Pages(Protocol):
     def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
         """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""
 
-    def memory(self, pool: int, slots) -> list[np.ndarray] | None:
-        """The bytes of these slots in each buffer, to be written from any thread; None where they are not in a row in
-        this process's memory. They must not be anybody's yet."""
+    def rows(self, slots) -> np.ndarray | None:
+        """The numbers of these slots, where they are in this process's memory; None where they are not."""
+
+    def memory(self, pool: int, first: int, count: int) -> list[np.ndarray]:
+        """The bytes of so many slots from number `first` on, in each buffer, to be written from any thread. They must
+        not be anybody's yet."""
 
     def settle(self) -> None:
         """Wait until everything that was scattered is there."""

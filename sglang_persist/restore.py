@@ -32,7 +32,8 @@ from sglang_persist.ports import Pages, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment, close_after
 
-AHEAD_BYTES = 96 << 20
+#: Of what is read ahead: bytes, and records.
+AHEAD_BYTES, AHEAD_RECORDS = 96 << 20, 256
 TIMEOUT = "timeout"
 #: Looking what is stored may take so long, however short the timeout is; so what is left out can be counted.
 LOOK_SECONDS = 1.0
@@ -119,7 +120,7 @@ def restore(
     """
     result.total_tokens = home.manifest.tokens
     opening = home.run(lambda: home.open_segments(result.errors))
-    reads: list[Future] = []
+    reads: set[Future] = set()
     try:
         opened = opening.result(max(LOOK_SECONDS, deadline - time.monotonic()))
         resolved, ends = resolve(home.manifest, home.segments), None
@@ -143,7 +144,7 @@ def restore(
     finally:
         # Not on this thread, and not before the last read of a file that answers slowly or never.
         if result.rest is None:
-            opening.add_done_callback(lambda _: opening.exception() or close_after(reads, opening.result().values()))
+            opening.add_done_callback(lambda _: opening.exception() or close_after([*reads], opening.result().values()))
 
 
 def _late(f: _Filling) -> list[int]:
@@ -159,7 +160,7 @@ def _late(f: _Filling) -> list[int]:
     return list(late)
 
 
-def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
+def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: set[Future]) -> Iterator[None]:
     """Bytes, then nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
     result, began = filling.result, time.monotonic()
     try:
@@ -200,21 +201,26 @@ def _places(uses: list[Use], at: int, page_tokens: int) -> list[tuple[Use, int, 
     return out
 
 
-def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Future]) -> Iterator[None]:
+def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: set[Future]) -> Iterator[None]:
     """Read ahead on worker threads; what cannot be decoded in place is written to the pool on this one."""
     todo, ahead, pending, at = deque(f.plan.records), deque(), 0, 0
     readers, gate = ThreadPoolExecutor(threads, thread_name_prefix="persist-read"), Gate()
+    rows = pages.rows(f.slots)
+    runs = None if rows is None else _runs(rows)
     try:
         while todo or ahead:
-            while todo and pending < AHEAD_BYTES:
+            while todo and pending < AHEAD_BYTES and len(ahead) < AHEAD_RECORDS:
                 segment, record, uses = todo.popleft()
                 opened, places = f.opened[segment], _places(uses, at, tree.page_tokens)
                 at = places[-1][2]
-                targets = _targets(pages, f, opened.index, record, places)
+                targets = None
+                if runs is not None and _is_whole(opened.index, record, places) and _in_a_row(runs, places[0][1], at):
+                    targets = pages.memory(int(opened.index.pool[record]), int(rows[places[0][1]]), at - places[0][1])
                 size = opened.index.raw_bytes(record)
                 raw = pages.staging(size) if targets is None else None
-                reads.append(readers.submit(opened.load_into, record, targets or [raw], gate))
-                ahead.append((reads[-1], opened.index, record, places, raw))
+                ahead.append((readers.submit(opened.load_into, record, targets or [raw], gate), opened.index, record,
+                              places, raw))  # fmt: skip
+                reads.add(ahead[-1][0])
                 pending += size
             job, index, record, places, raw = ahead.popleft()
             pending -= index.raw_bytes(record)
@@ -237,6 +243,7 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
             else:
                 if raw is not None:
                     _scatter(pages, f, index, record, raw, places, tree.page_tokens)
+            reads.discard(job)
             yield
     finally:
         # A read that hangs is left behind. It must not write to slots that are another's by then.
@@ -244,16 +251,26 @@ def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: list[Futur
         readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _targets(pages: Pages, f: _Filling, index: SegmentIndex, record: int, places) -> list[np.ndarray] | None:
-    """The memory that the whole record belongs to, if there is one for each of its buffers."""
+def _is_whole(index: SegmentIndex, record: int, places) -> bool:
+    """Whether all of the record is wanted."""
     page = 0
     for use, _, _ in places:
         if use.first != page:
-            return None
+            return False
         page += use.pages
-    if page != index.pages[record]:
-        return None
-    return pages.memory(int(index.pool[record]), f.slots[places[0][1] : places[-1][2]])
+    return page == index.pages[record]
+
+
+def _runs(rows: np.ndarray) -> np.ndarray:
+    """Where, after the first, runs of slots begin that follow each other."""
+    step = 1 << 20  # so that what lies between stays small
+    found = [np.flatnonzero(np.diff(rows[at : at + step + 1]) != 1) + at + 1 for at in range(0, len(rows), step)]
+    return np.concatenate(found)
+
+
+def _in_a_row(runs: np.ndarray, begin: int, end: int) -> bool:
+    after = np.searchsorted(runs, begin, side="right")
+    return after == len(runs) or runs[after] >= end
 
 
 def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, record: int, raw: np.ndarray, places, page_tokens) -> None:

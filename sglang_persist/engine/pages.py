@@ -124,13 +124,10 @@ class KvPages:
         else:
             _insert(self._buffers, slots, torch.from_numpy(raw), rows, first)
 
-    def memory(self, pool: int, slots: torch.Tensor) -> list[np.ndarray] | None:
-        if self._device is not None:
-            return None
-        places = slots.numpy()
-        first, count = int(places[0]), len(places)
-        if (np.diff(places) != 1).any():
-            return None
+    def rows(self, slots: torch.Tensor) -> np.ndarray | None:
+        return slots.numpy() if self._device is None else None
+
+    def memory(self, pool: int, first: int, count: int) -> list[np.ndarray]:
         return [memory[first : first + count].reshape(-1) for memory in self._memory]
 
     def settle(self) -> None:

@@ -31,8 +31,8 @@ from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.workers import stand_back, workers
 
 #: Buffers of a record are coded together until they reach this size. Smaller parts cost more calls, between which
-#: threads wait for the interpreter lock; larger ones leave the processor's caches.
-PART_BYTES = 512 << 10
+#: threads wait for the interpreter lock; much larger ones leave the processor's caches.
+PART_BYTES = 2 << 20
 #: Of what was handed in and is not written yet.
 PENDING_BYTES, PENDING_RECORDS = 32 << 20, 256
 SEGMENT_BYTES = 4 << 30
