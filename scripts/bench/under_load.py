@@ -52,7 +52,7 @@ class Sizes:
         return self.groups * self.per_group
 
 
-FULL = Sizes("smol", 65536, 4, 10, 256, 96, 96, 4, 32)
+FULL = Sizes("smol", 65536, 4, 30, 256, 96, 32, 4, 32)
 QUICK = Sizes("llama", 16384, 2, 3, 64, 32, 48, 2, 4)
 FILL_TOKENS = 1024
 
