@@ -44,7 +44,8 @@ class Sizes:
     shared: int  # tokens of a group's common prompt
     own: int  # tokens of a request's own
     output: int
-    concurrency: int
+    rate: float  # requests a second
+    concurrency: int  # at most
     fill: int  # prompts of FILL_TOKENS that the background restore has to bring
 
     @property
@@ -52,8 +53,8 @@ class Sizes:
         return self.groups * self.per_group
 
 
-FULL = Sizes("smol", 65536, 4, 30, 256, 96, 32, 4, 32)
-QUICK = Sizes("llama", 16384, 2, 3, 64, 32, 48, 2, 4)
+FULL = Sizes("smol", 65536, 4, 20, 256, 96, 32, 1.0, 16, 32)
+QUICK = Sizes("llama", 16384, 2, 3, 64, 32, 48, 4, 2, 4)
 FILL_TOKENS = 1024
 
 
@@ -79,6 +80,9 @@ def client(server: Server, sizes: Sizes, work: Path, output: Path) -> subprocess
         *("--gsp-num-groups", sizes.groups, "--gsp-prompts-per-group", sizes.per_group),
         *("--gsp-system-prompt-len", sizes.shared, "--gsp-question-len", sizes.own),
         *("--gsp-output-len", sizes.output, "--max-concurrency", sizes.concurrency),
+        # Arrivals at random times, the same in each run. Clients that wait for each other's answers fall into step, and
+        # out of it by chance: then a prompt of one is computed between two tokens of another in some variants only.
+        *("--request-rate", sizes.rate),
         *("--cache-report", "--disable-tqdm", "--output-details", "--output-file", output),
     ]
     env = os.environ | {
@@ -261,7 +265,7 @@ def ratios(measured: list[dict]) -> list[dict]:
 
 def show(result: dict, out: Console) -> None:
     s = result["sizes"]
-    title = f"{s['groups'] * s['per_group']} requests, {s['concurrency']} at a time, {s['output']} tokens out"
+    title = f"{s['groups'] * s['per_group']} requests, {s['rate']} a second, {s['output']} tokens out"
     table = Table(title=title)
     table.add_column("")
     for m in result["variants"]:

@@ -133,6 +133,10 @@ def record_checksum(segment_id: bytes, ordinal: int, chunks: Sequence) -> int:
     return envelope.digest64(*chunks, seed=seed)
 
 
+#: A segment is sealed when its index is so large before it is compressed: it is held several times while that is done.
+INDEX_BYTES = 16 << 20
+
+
 def entry_bytes(pages: int, tokens: int, parts: int) -> int:
     """At most so much does a record add to an index: its row with a space of its own, its parts, hashes and tokens."""
     return 256 + 24 * parts + KEY_BYTES * pages + 8 * tokens
@@ -247,6 +251,12 @@ class SegmentIndex:
     @property
     def records(self) -> int:
         return len(self.pool)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the index leaves no room for as many records again."""
+        size = entry_bytes(len(self.page_hash), len(self.tokens), len(self.parts)) + self.records * entry_bytes(0, 0, 0)
+        return 2 * size > INDEX_BYTES
 
     def raw_bytes(self, record: int) -> int:
         return self.pools[self.pool[record]].bytes(int(self.pages[record]), self.page_tokens)

@@ -18,11 +18,11 @@ def plan_merge(
 
     Joined are at least two, and as long as the next is not larger than what is joined already, so that a byte is
     rewritten a number of times that grows with the logarithm of the store, not with its age. What fills half of the
-    largest segment that is written, `segment_bytes`, is left as it is.
+    largest segment that is written, `segment_bytes`, or of the largest index, is left as it is.
     """
     live = _live(indexes, used)
     dead = [i for i in indexes if live[i.id] * 2 < int(i.stored.sum())]
-    rest = [i for i in indexes if i not in dead and live[i.id] * 2 < segment_bytes]
+    rest = [i for i in indexes if i not in dead and live[i.id] * 2 < segment_bytes and not i.is_full]
     rest.sort(key=lambda i: live[i.id])
     chosen, total = list(dead), sum(live[i.id] for i in dead)
     excess = len(rest) + bool(chosen) - MAX_SEGMENTS

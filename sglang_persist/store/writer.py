@@ -36,8 +36,6 @@ PART_BYTES = 2 << 20
 #: Of what was handed in and is not written yet.
 PENDING_BYTES, PENDING_RECORDS = 32 << 20, 256
 SEGMENT_BYTES = 4 << 30
-#: At most so large may an index be before it is compressed: it is held several times while its segment is sealed.
-INDEX_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -271,7 +269,7 @@ class SegmentWriter:
 
     def _is_full(self, source: RecordKey | tuple[SegmentIndex, int], encoded: Encoded) -> bool:
         too_large = self._open.would_be(source, encoded) > self._segment_bytes
-        return too_large or self._open.index.bytes > INDEX_BYTES
+        return too_large or self._open.index.bytes > segment.INDEX_BYTES
 
     def _seal_open(self) -> None:
         if self._open is not None:

@@ -13,11 +13,14 @@ from store.simfs import SimFs
 
 from sglang_persist import fs as fs_module
 from sglang_persist.errors import StoreError, StoreFull, StoreUnavailable
+from sglang_persist.format import segment
 from sglang_persist.format.codec import Codec
 from sglang_persist.fs import REAL
 from sglang_persist.model import Buffer, Pool, Space
+from sglang_persist.plan.rewriting import MAX_SEGMENTS, plan_merge
 from sglang_persist.store import shard, verify
 from sglang_persist.store.home import Home
+from sglang_persist.store.writer import SEGMENT_BYTES
 
 ERRORS = {
     errno.ENOSPC: StoreFull,
@@ -126,6 +129,21 @@ def test_records_stand_in_the_order_of_submission_across_segments(home, rng):
         for segment in opened.values():
             segment.close()
     assert all(i.file_bytes < 1500 + 4096 for i in indexes)
+
+
+def test_a_large_index_ends_a_segment_which_is_not_joined_again(home, rng, monkeypatch):
+    monkeypatch.setattr(segment, "INDEX_BYTES", 8 << 10)
+    pools = POOLS["bfloat16"]
+    keys = [key(rng, 40) for _ in range(60)]
+    _, indexes = write(home, "auto", pools, keys, [payload(rng, k.pages, pools) for k in keys])
+    assert len(indexes) > MAX_SEGMENTS + 1
+    *full, _ = indexes
+    assert all(i.is_full for i in full) and sum(i.records for i in indexes) == len(keys)
+    used = [(i.id, r) for i in indexes for r in range(i.records)]
+    assert plan_merge(indexes, used, SEGMENT_BYTES) == []
+    # Were they not full, they would be joined each time.
+    monkeypatch.setattr(segment, "INDEX_BYTES", 8 << 20)
+    assert len(plan_merge(indexes, used, SEGMENT_BYTES)) > 1
 
 
 def test_a_writer_without_records_makes_no_file(home):
