@@ -6,7 +6,6 @@ as an exception in the engine.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import threading
@@ -99,7 +98,8 @@ class Persistence:
     def start(self) -> None:
         """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
         deadline = time.monotonic() + self.settings.restore_timeout
-        threading.Thread(target=_warm_up, name="persist-compile", daemon=True).start()
+        # Compile while the engine is still starting.
+        threading.Thread(target=planes.kernels, name="persist-compile", daemon=True).start()
         self._attempt(self._open)
         self._attempt(lambda: self._find(deadline))
         # Each rank must come here, whatever befell it.
@@ -617,9 +617,3 @@ def handle_signals(persistence: Persistence) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, persistence.request_drain)
     signal.signal(signal.SIGUSR2, persistence.request_stop)
-
-
-def _warm_up() -> None:
-    """Compile while the engine is still starting. Whoever needs the codec later is told what is wrong with it."""
-    with contextlib.suppress(Exception):
-        planes.kernels()

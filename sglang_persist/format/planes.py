@@ -19,12 +19,17 @@ def kernels() -> tuple[Callable, Callable]:
     of equal length.
 
     Compiled on first use, in half a second with the import of Numba: whoever must not wait for that calls this early.
+    Where that fails, NumPy does it.
     """
     try:
-        import numba
-        from numba import types
-    except ImportError:
+        return _compiled()
+    except Exception:  # it is not there, or cannot compile here
         return split, merge
+
+
+def _compiled() -> tuple[Callable, Callable]:
+    import numba
+    from numba import types
 
     def array(dtype, readonly: bool):
         return types.Array(dtype, 1, "C", readonly=readonly)
