@@ -79,7 +79,9 @@ class ReadFile:
                 self.close()
                 raise OSError(errno.EINVAL, "not a regular file")
         self.bytes = found.st_size
-        # Records are read in the order in which they lie, more or less: let the kernel be further ahead of us.
+
+    def expect_order(self) -> None:
+        """It will be read from its beginning to its end, more or less: the kernel may be further ahead of us."""
         with contextlib.suppress(OSError, AttributeError):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 

@@ -24,7 +24,7 @@ from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.prefill import PrefillRate
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
-from sglang_persist.format import planes
+from sglang_persist.format import codec, planes
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
@@ -98,8 +98,6 @@ class Persistence:
     def start(self) -> None:
         """Identify, restore, and from here on take snapshots. Called once, before the first request is served."""
         deadline = time.monotonic() + self.settings.restore_timeout
-        # Compile while the engine is still starting.
-        threading.Thread(target=planes.kernels, name="persist-compile", daemon=True).start()
         self._attempt(self._open)
         self._attempt(lambda: self._find(deadline))
         # Each rank must come here, whatever befell it.
@@ -169,6 +167,9 @@ class Persistence:
         )  # fmt: skip
         self.tree.watch()
         self.pages = KvPages(scheduler.token_to_kv_pool_allocator, lambda: getattr(scheduler, "forward_stream", None))
+        used = {codec.choose(self.settings.compression, b.dtype) for p in self.pages.pools for b in p.buffers}
+        if codec.Codec.ROT16 in used:  # compile while the engine is still starting
+            threading.Thread(target=planes.kernels, name="persist-compile", daemon=True).start()
         prepare_hashes(scheduler.tree_cache)
         root = within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
         began = time.monotonic()

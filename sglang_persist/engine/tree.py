@@ -88,7 +88,8 @@ class LiveTree:
                 self._inserted = None
 
     def keep_current(self) -> None:
-        """Hash what is new before it is so much that doing it in one call, which it takes, would be felt."""
+        """Hash what is new before it is so much that doing it in one call, which it takes, would be felt: beside a look
+        at all nodes, which is the most of it in a large tree."""
         if self._unhashed > self.page_tokens * max(HASHED_PAGES, len(self._inserted or ()) // 4):
             self._hash()
 

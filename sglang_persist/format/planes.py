@@ -8,12 +8,14 @@ one pass and the next: with it, coding is 1.2 to 1.7 times as fast. Both give th
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import numpy as np
 
+_one_compiles = threading.Lock()
 
-@functools.cache
+
 def kernels() -> tuple[Callable, Callable]:
     """`split(words, exponents, rest)` and its inverse `merge(exponents, rest, words)`, on contiguous and aligned arrays
     of equal length.
@@ -21,6 +23,12 @@ def kernels() -> tuple[Callable, Callable]:
     Compiled on first use, in half a second with the import of Numba: whoever must not wait for that calls this early.
     Where that fails, NumPy does it.
     """
+    with _one_compiles:
+        return _kernels()
+
+
+@functools.cache
+def _kernels() -> tuple[Callable, Callable]:
     try:
         return _compiled()
     except Exception:  # it is not there, or cannot compile here

@@ -12,6 +12,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,8 +94,7 @@ def decode_trailer(header: bytes, data: bytes, file_bytes: int) -> Trailer:
     return Trailer(offset, stored, raw, records, digest)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Consecutive buffers of a record, coded as one: `frame_bytes` of zstd, then a plane that stays as it is."""
 
     codec: int
@@ -142,16 +142,16 @@ def entry_bytes(pages: int, tokens: int, parts: int) -> int:
     return 256 + 24 * parts + KEY_BYTES * pages + 8 * tokens
 
 
-#: Columns of numbers in an index, first those with a row for each record, then those with a row for each part.
-_COLUMNS = {
+#: Columns of numbers in an index, and how wide: with a row for each record, and for each part in the order of `Part`.
+_RECORD_COLUMNS = {
     "record_pool": "B", "record_space": "I", "record_start": "I", "record_pages": "I", "record_offset": "Q",
-    "record_bytes": "Q", "record_checksum": "Q", "record_parts": "H", "part_codec": "B", "part_first_buffer": "H",
-    "part_buffers": "H", "part_bytes": "Q", "part_frame_bytes": "Q",
+    "record_bytes": "Q", "record_checksum": "Q", "record_parts": "H",
 }  # fmt: skip
-#: The columns of `SegmentIndex.parts`: those of `Part`.
-PART = np.dtype(
-    [("codec", "u1"), ("first_buffer", "<u2"), ("buffers", "<u2"), ("stored_bytes", "<u8"), ("frame_bytes", "<u8")]
-)
+_PART_COLUMNS = {
+    "part_codec": "B", "part_first_buffer": "H", "part_buffers": "H", "part_bytes": "Q", "part_frame_bytes": "Q",
+}  # fmt: skip
+#: A row of `SegmentIndex.parts`.
+PART = np.dtype([(name, f"<{code}") for name, code in zip(Part._fields, _PART_COLUMNS.values(), strict=True)])
 
 
 class IndexBuilder:
@@ -161,7 +161,8 @@ class IndexBuilder:
         self.pools, self.page_tokens = pools, page_tokens
         self._spaces: dict[Space, int] = {}
         # As numbers in rows: of objects, one for each record, Python's garbage collector would have to look at each.
-        self._columns = {name: array(code) for name, code in _COLUMNS.items()}
+        self._of_records = {name: array(code) for name, code in _RECORD_COLUMNS.items()}
+        self._of_parts = {name: array(code) for name, code in _PART_COLUMNS.items()}
         self._parents, self._keys = bytearray(), bytearray()
         self._tokens: list[np.ndarray] = []
         self.records = 0
@@ -186,15 +187,9 @@ class IndexBuilder:
 
     def _append(self, pool, space, start, pages, place, parts, parent, keys, tokens) -> int:
         space = self._spaces.setdefault(space, len(self._spaces))
-        row = (pool, space, start, pages, *place, len(parts))
-        for column, value in zip(self._columns.values(), row, strict=False):
-            column.append(value)
+        _add_row(self._of_records, (pool, space, start, pages, *place, len(parts)))
         for part in parts:
-            self._columns["part_codec"].append(part.codec)
-            self._columns["part_first_buffer"].append(part.first_buffer)
-            self._columns["part_buffers"].append(part.buffers)
-            self._columns["part_bytes"].append(part.stored_bytes)
-            self._columns["part_frame_bytes"].append(part.frame_bytes)
+            _add_row(self._of_parts, part)
         self._parents += parent
         self._keys += keys
         self._tokens.append(tokens)
@@ -205,18 +200,26 @@ class IndexBuilder:
     def body(self) -> dict:
         tokens = np.concatenate(self._tokens) if self._tokens else np.empty(0, np.int64)
         wide = bool(tokens.size) and not (tokens.min() >= -(2**31) and tokens.max() < 2**31)
-        numbers = {n: np.array(c, c.typecode).astype(f"<u{c.itemsize}").tobytes() for n, c in self._columns.items()}
         return {
             "pools": envelope.encode_pools(self.pools),
             "spaces": [envelope.encode_space(s) for s in self._spaces],
             "page_tokens": self.page_tokens,
-            **{name: column for name, column in numbers.items() if name.startswith("record_")},
+            **_numbers(self._of_records),
             "record_parent": bytes(self._parents),
-            **{name: column for name, column in numbers.items() if name.startswith("part_")},
+            **_numbers(self._of_parts),
             "page_hash": bytes(self._keys),
             "token_width": 8 if wide else 4,
             "tokens": tokens.astype("<i8" if wide else "<i4").tobytes(),
         }
+
+
+def _add_row(columns: dict[str, array], row: Sequence[int]) -> None:
+    for column, value in zip(columns.values(), row, strict=True):
+        column.append(value)
+
+
+def _numbers(columns: dict[str, array]) -> dict[str, bytes]:
+    return {name: np.array(c, c.typecode).astype(f"<{c.typecode}").tobytes() for name, c in columns.items()}
 
 
 @dataclass
@@ -337,9 +340,7 @@ def decode_index(header: bytes, trailer: Trailer, stored: bytes, file_bytes: int
 
 
 def _decode_parts(body: dict) -> np.ndarray:
-    columns = [
-        envelope.column(body, "part_" + name.removeprefix("stored_"), PART[name].str) for name in PART.names
-    ]  # fmt: skip
+    columns = [envelope.column(body, name, f"<{code}") for name, code in _PART_COLUMNS.items()]
     envelope.same_length(*columns)
     parts = np.empty(len(columns[0]), PART)
     for name, column in zip(PART.names, columns, strict=True):

@@ -196,6 +196,7 @@ def open_segment(fs: FileSystem, path: Path, segment_id: bytes, ref: SegmentRef 
     place = path / names.segment(segment_id)
     file = fs.open(place)
     try:
+        file.expect_order()
         header = file.read(0, segment.HEADER_BYTES)
         found_id, _ = segment.decode_header(header)
         tail = file.read(max(0, file.bytes - segment.TRAILER_BYTES), segment.TRAILER_BYTES)

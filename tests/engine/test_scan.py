@@ -17,9 +17,10 @@ def rng():
     return np.random.default_rng(3)
 
 
-@pytest.fixture(autouse=True)
-def in_small_steps(monkeypatch):
-    """Every tree counts as a large one, and a step looks up one path."""
+@pytest.fixture(autouse=True, params=["long nodes", "short nodes"])
+def in_small_steps(monkeypatch, request):
+    """Every tree counts as a large one, every node as long or as short, and a step looks up one path."""
+    monkeypatch.setattr(live, "LONG_NODE", {"long nodes": 0, "short nodes": 1 << 30}[request.param])
     monkeypatch.setattr(live, "EXACT_LEAVES", 0)
     monkeypatch.setattr(live, "STEP_PATHS", 1)
 

@@ -78,7 +78,7 @@ def test_compiled_and_plain_planes_are_the_same(first, count):
 
 def test_the_codec_works_without_numba(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(planes, "kernels", planes.kernels.__wrapped__)
+    monkeypatch.setattr(planes, "_kernels", planes._kernels.__wrapped__)
     assert planes.kernels() == (planes.split, planes.merge)
     assert roundtrip(Codec.ROT16, EVERY_PATTERN)[0] is Codec.ROT16
 
