@@ -53,7 +53,8 @@ class Sizes:
         return self.groups * self.per_group
 
 
-FULL = Sizes("smol", 65536, 4, 20, 256, 96, 32, 1.0, 16, 32)
+# Two cores are close to overload at 1 request a second, where a small difference becomes a long queue.
+FULL = Sizes("smol", 65536, 4, 20, 256, 96, 32, 0.7, 16, 32)
 QUICK = Sizes("llama", 16384, 2, 3, 64, 32, 48, 4, 2, 4)
 FILL_TOKENS = 1024
 
