@@ -19,6 +19,7 @@
         EngineOff         the server runs without persistence                exit 9
         SnapshotFailed    the server could not make the snapshot             exit 10
         Unsupported       a pool, tree or topology that is not known here    exit 11
+        RanksDisagree     ranks of one tree could not restore alike          exit 12
 
 In the server each of these ends as a cold start (or a skipped snapshot), a counter and one line of log;
 only the command line turns them into exit codes. None inherits from a built-in exception other than
@@ -132,6 +133,11 @@ class EngineOff(EngineError):
 class SnapshotFailed(EngineError):
     exit_code = 10
     reason = "snapshot_failed"
+
+
+class RanksDisagree(EngineError):
+    exit_code = 12
+    reason = "ranks_disagree"
 
 
 class Unsupported(EngineError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from sglang_persist.errors import FormatError, StoreBusy, StoreError, StoreFull
+from sglang_persist.errors import FormatError, SnapshotFailed, StoreBusy, StoreError, StoreFull
 from sglang_persist.format.codec import Codec, choose
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.log import logger
@@ -22,7 +22,7 @@ from sglang_persist.plan.breakeven import least_tokens
 from sglang_persist.plan.fitting import newest_part
 from sglang_persist.plan.rewriting import plan_merge, plan_reclaim
 from sglang_persist.plan.saving import Settled
-from sglang_persist.store import names, prune
+from sglang_persist.store import names, prune, shard
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment
 from sglang_persist.store.verify import store_bytes
@@ -44,6 +44,10 @@ class SaveRequest:
     reason: str
     deadline: float | None = None
     last: bool = False
+    #: The shortest path to save, where that was decided elsewhere.
+    least_tokens: int | None = None
+    #: Whether this rank answers for those that share its tree.
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,33 +102,37 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------- decide
 
-    def expected_page_bytes(self) -> float:
-        """What a page will take on disk: what those that are stored do, else a little more than 16-bit KV really does;
-        other types as they are."""
-        pool = self.shape.pools[0]
-        raw = size = pool.bytes(1, self.shape.page_tokens)
+    def expected_page_bytes(self) -> list[float]:
+        """What a page will take on disk, in each pool: what those that are stored do, else a little more than 16-bit KV
+        really does; other types as they are."""
         indexes = [i for i in self.home.segments.values() if i.pools == self.shape.pools]
-        if pages := sum(int(i.pages.sum()) for i in indexes):
-            size = min(raw, sum(int(i.stored.sum()) for i in indexes) / pages)
-        elif all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers):
-            size = raw * 3 / 4
-        return size + 16 + 8 * self.shape.page_tokens  # and its hash and token ids
+        out = []
+        for number, pool in enumerate(self.shape.pools):
+            raw = size = pool.bytes(1, self.shape.page_tokens)
+            if pages := sum(int(i.pages[i.pool == number].sum()) for i in indexes):
+                size = min(raw, sum(int(i.stored[i.pool == number].sum()) for i in indexes) / pages)
+            elif all(choose(self.settings.compression, b.dtype) is Codec.ROT16 for b in pool.buffers):
+                size = raw * 3 / 4
+            out.append(size + 16 + 8 * self.shape.page_tokens)  # and its hash and token ids
+        return out
 
     def least_tokens(self) -> int:
         """The shortest path to save or restore: what the operator said, else break-even."""
         settings = self.settings
         if settings.min_tokens is not None:
             return settings.min_tokens
-        # Ranks measure each for itself, and would choose differently.
-        alone = len(self.shape.shards) == 1
-        return least_tokens(self.rates) if alone and settings.hottest >= 1 else 0
+        return least_tokens(self.rates) if settings.hottest >= 1 else 0
 
-    def record_pages(self, budget: Budget) -> int:
-        page_bytes = max(1, self.shape.pools[0].bytes(1, self.shape.page_tokens))
-        pages = max(MIN_RECORD_TOKENS, RECORD_TOKENS) // self.shape.page_tokens
-        pages = min(pages, max(MIN_RECORD_TOKENS // self.shape.page_tokens, RECORD_BYTES // page_bytes))
-        # Two records at least in a segment, however small the budget makes it.
-        return max(1, min(pages, budget.segment_bytes // 2 // page_bytes))
+    def record_pages(self, budget: Budget) -> list[int]:
+        """How many pages a record may have, in each pool."""
+        out, page_tokens = [], self.shape.page_tokens
+        for pool in self.shape.pools:
+            page_bytes = max(1, pool.bytes(1, page_tokens))
+            pages = max(MIN_RECORD_TOKENS, RECORD_TOKENS) // page_tokens
+            pages = min(pages, max(MIN_RECORD_TOKENS // page_tokens, RECORD_BYTES // page_bytes))
+            # Two records at least in a segment, however small the budget makes it.
+            out.append(max(1, min(pages, budget.segment_bytes // 2 // page_bytes)))
+        return out
 
     # ------------------------------------------------------------------------------------------- measure
 
@@ -172,9 +180,11 @@ class Keeper:
         number = home.next_generation()
         if request.generation < number:
             # Another server wrote here since ours was numbered. Several ranks cannot renumber one by one.
-            if len(self.shape.shards) > 1:
+            if len(self.shape.shards) == 1:
+                request = replace(request, generation=number)
+            elif request.generation != home.generation or home.is_complete():
                 raise StoreBusy(f"{home.path}: generation {request.generation} is taken, the next is {number}")
-            request = replace(request, generation=number)
+            # Else the others have not taken the one that this rank took last: it is taken again, by all.
         budget = self.budget()
         if least_segment_bytes(self.shape.pools, self.shape.page_tokens) > budget.segment_bytes:
             self.hold()
@@ -237,12 +247,29 @@ class Keeper:
         segments = {**self.home.segments, **{i.id: i for i in written}}
         if request.reason != "shutdown":
             written = written + self._merge(settled, segments)
+        home = self.home
+        replaced = home.manifest.segments if request.generation == home.generation else ()
         new_bytes += self._write(settled, written, request)
         try:
-            self.home.retire()
+            home.retire(unnamed={ref.id for ref in replaced})
         except StoreError as error:  # the generation counts all the same
             logger.warning("older generations were not retired: %s", error)
         return new_bytes, store_bytes(self.home.fs, self.home.root)[1]
+
+    def others(self, generation: int, timeout: float) -> tuple[int, int]:
+        """Wait for the other ranks' parts of a generation. Returns (bytes that they added, bytes of the whole store).
+        Raises SnapshotFailed where one has not committed its part in time."""
+        home, added, end = self.home, 0, time.monotonic() + timeout
+        for name in self.shape.shards:
+            path = home.path.parent / name
+            if path == home.path:
+                continue
+            while not home.fs.exists(path / names.manifest(generation)):
+                if time.monotonic() > end:
+                    raise SnapshotFailed(f"{path}: generation {generation} was not committed within {timeout:.0f} s")
+                time.sleep(0.02)
+            added += shard.added_bytes(home.fs, path, generation)
+        return added, store_bytes(home.fs, home.root)[1]
 
     def new_writer(self, budget: Budget) -> SegmentWriter:
         home, settings = self.home, self.settings
@@ -256,7 +283,7 @@ class Keeper:
         home, shape = self.home, self.shape
         segments = {**home.segments, **{i.id: i for i in written}}
         used = settled.used()
-        named = [segments[s] for s in sorted({s for s, _ in used})]
+        named, rows = [segments[s] for s in sorted({s for s, _ in used})], settled.nodes.pieces.rows
         manifest = Manifest(
             generation=request.generation,
             created=home.manifest.created if again else time.time(),
@@ -270,12 +297,15 @@ class Keeper:
             segments=tuple(SegmentRef(i.id, i.file_bytes, i.index_digest, i.records) for i in named),
             nodes=settled.nodes,
             tokens=settled.tokens,
-            raw_bytes=int(settled.nodes.pages.sum()) * shape.pools[0].bytes(1, shape.page_tokens),
+            raw_bytes=sum(
+                int(rows["pages"][rows["pool"] == number].sum()) * pool.bytes(1, shape.page_tokens)
+                for number, pool in enumerate(shape.pools)
+            ),
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
             rates=self.rates,
         )
-        size = commit(home.fs, home.path, manifest, again)
+        size = commit(home.fs, home.path, manifest, again or request.generation == home.generation)
         # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.
         home.adopt(manifest, settled.known, written)
         return size

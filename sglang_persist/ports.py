@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_persist.model import Pool, Space
+from sglang_persist.plan.loading import Slice
 from sglang_persist.plan.tree import Content, TreeNode, TreeNodes
 
 #: What a step of a long job waits for, called with a timeout in seconds; None: the step did work of its own.
@@ -38,10 +39,11 @@ class Tree(Protocol):
         Right also after a split: the id stays with the lower half, whose path still holds the positions asked for.
         """
 
-    def insert(self, space: Space, tokens: np.ndarray, slots, matched: int) -> int | None:
+    def insert(self, space: Space, tokens: np.ndarray, slots, matched: int, absent: Sequence[int] = ()) -> int | None:
         """Insert a path whose first `matched` positions are there already. Returns the id of its last node.
 
-        `slots` covers the whole path. None: the tree did not take it, and its new slots are still the caller's.
+        `slots` covers the whole path. `absent`: pools beside the first that hold nothing of what is new. None: the tree
+        did not take it, and its new slots are still the caller's.
         """
 
     def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, Any]:
@@ -52,6 +54,25 @@ class Tree(Protocol):
 
     def use(self, node_id: int) -> None:
         """Make a path the most recently used one."""
+
+
+class Ranks(Protocol):
+    """The processes that share a tree: each has its own part of every token's KV, and the same nodes."""
+
+    alone: bool
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of each rank, in the same order everywhere. Every rank must call it as often as the others."""
+
+
+class Alone:
+    alone = True
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+ALONE = Alone()
 
 
 class Gathered(Protocol):
@@ -71,28 +92,39 @@ class Pages(Protocol):
 
     pools: tuple[Pool, ...]
 
+    def of_pool(self, pool: int, slots):
+        """Where another pool than the first has what it holds of these slots of the first; None where it has not all
+        of it."""
+
     def gather(self, pool: int, slots: Sequence) -> Gathered:
         """KV bytes of these runs of slots, buffer after buffer, in memory that nobody writes to any more. From now on
         the slots may be given to others."""
 
     def size(self) -> int:
-        """Tokens that the pool holds in all."""
+        """Tokens that the first pool holds in all."""
 
-    def capacity(self) -> int:
+    def capacity(self, pool: int = 0) -> int:
         """Tokens that a restore may take."""
 
-    def allocate(self, tokens: int):
+    def allocate(self, tokens: int, pool: int = 0):
         """Slots for so many tokens, or None."""
 
-    def free(self, slots) -> None: ...
+    def free(self, slots, pool: int = 0) -> None: ...
+
+    def link(self, pool: int, slots, others) -> None:
+        """Slots of the first pool that are about to be inserted: another pool has what it holds of them in `others`."""
 
     def staging(self, size: int) -> np.ndarray:
         """Memory from which `scatter` is fast."""
 
-    def scatter(self, pool: int, slots, raw: np.ndarray, rows: int, first: int) -> None:
-        """Write rows [first, first + len(slots)) of a record of `rows` rows to these slots."""
+    def scatter(
+        self, pool: int, slots, raw: np.ndarray, tokens: int, first: int, stored: Pool | None = None,
+        slices: Sequence[Slice] | None = None,
+    ) -> None:  # fmt: skip
+        """Write those of a record of `tokens` tokens that stand from token `first` on to these slots. With `slices`,
+        the record is of another pool, `stored`, and only these parts of its rows belong here."""
 
-    def rows(self, slots) -> np.ndarray | None:
+    def slot_numbers(self, slots) -> np.ndarray | None:
         """The numbers of these slots, where they are in this process's memory; None where they are not."""
 
     def memory(self, pool: int, first: int, count: int) -> list[np.ndarray]:

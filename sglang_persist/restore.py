@@ -14,23 +14,29 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sglang_persist.background import Rest
 from sglang_persist.bounded import Gate
-from sglang_persist.errors import FormatError, StoreError
+from sglang_persist.errors import FormatError, RanksDisagree, StoreError
 from sglang_persist.format.segment import SegmentIndex
-from sglang_persist.plan.loading import LoadPlan, Resolved, Use, node_tokens, plan_restore, resolve
+from sglang_persist.model import Manifest, Piece
+from sglang_persist.plan.agreement import in_common, offer
+from sglang_persist.plan.loading import Fit, LoadPlan, Read, Resolved, Use, node_tokens, plan_restore, resolve
+from sglang_persist.plan.topology import Part as TreePart
+from sglang_persist.plan.topology import joined, paged
 from sglang_persist.plan.tree import Known
 from sglang_persist.plan.union import union
-from sglang_persist.ports import Pages, Tree
+from sglang_persist.ports import ALONE, Pages, Ranks, Tree
 from sglang_persist.store.home import Home
 from sglang_persist.store.shard import Segment, close_after
+
+T = TypeVar("T")
 
 #: Of what is read ahead: bytes, and records.
 AHEAD_BYTES, AHEAD_RECORDS = 96 << 20, 256
@@ -55,29 +61,76 @@ class RestoreResult:
     rest: Rest | None = None
 
 
+class _Layout:
+    """Where in one allocation the slots of each node lie that a pool gets something of.
+
+    By records: what a record holds lies together there, in its order, so that its bytes can be decoded where they
+    belong. By nodes: a node lies together, wherever its bytes come from, and in the same place on every rank.
+    """
+
+    def __init__(self, plan: LoadPlan, pool: int, fits: Sequence[Fit], m: Manifest, by_nodes: bool):
+        self._page, self._begin, self.tokens = m.page_tokens, {}, 0
+        #: node -> its runs in order, (first page of the node, begin, end).
+        self.runs: dict[int, list[tuple[int, int, int]]] = {}
+        if by_nodes:
+            for i in plan.held[pool]:
+                self._add(i, 0, m.nodes[i].pages)
+        else:
+            for read in plan.reads:
+                if fits[read.pool].pool == pool:
+                    for use in read.uses:
+                        self._add(use.node, use.at, use.pages)
+            for runs in self.runs.values():
+                runs.sort()
+
+    def _add(self, node: int, at: int, pages: int) -> None:
+        begin, self.tokens = self.tokens, self.tokens + pages * self._page
+        self.runs.setdefault(node, []).append((at, begin, self.tokens))
+        self._begin[node, at] = begin
+
+    def places(self, uses: Sequence[Use]) -> list[tuple[Use, int, int]]:
+        """Where each use of a record belongs: (use, begin, end)."""
+        out = []
+        for use in uses:
+            own = self._begin.get((use.node, use.at))
+            begin = self._begin[use.node, 0] + use.at * self._page if own is None else own
+            out.append((use, begin, begin + use.pages * self._page))
+        return out
+
+
 @dataclass
 class _Filling:
     """What the steps of one restore share."""
 
     resolved: Resolved
     plan: LoadPlan
+    fits: Sequence[Fit]
+    segments: dict[bytes, SegmentIndex]
     opened: dict[bytes, Segment]
-    slots: Any
-    #: Where each node's slots lie in the one allocation: node -> its runs, (first page of the node, begin, end).
-    at: dict[int, list[tuple[int, int, int]]]
+    #: For each pool of the engine, what was allocated and where in it each node lies.
+    slots: list[Any]
+    layouts: list[_Layout]
     deadline: float
     result: RestoreResult
     #: Nodes whose bytes did not come, and why.
     failed: dict[int, str] = field(default_factory=dict)
+    #: Of other pools than the first, (pool, node) whose bytes did not come: the node does without them.
+    lacking: set[tuple[int, int]] = field(default_factory=set)
     #: Nodes that could still come, in the order of choice.
     late: list[int] = field(default_factory=list)
     #: The live node of each one that was inserted.
     inserted: dict[int, int] = field(default_factory=dict)
+    #: Of other pools than the first, (pool, node) that the engine's tree has.
+    linked: set[tuple[int, int]] = field(default_factory=set)
     #: The slots of nodes that were there in part: those in the tree, then ours.
     shared: dict[int, list] = field(default_factory=dict)
 
-    def fail(self, nodes, reason: str) -> None:
-        self.failed.update(dict.fromkeys(nodes, reason))
+    def fail(self, read: Read, reason: str) -> None:
+        pool = self.fits[read.pool].pool
+        if pool:
+            self.lacking.update((pool, use.node) for use in read.uses)
+        else:
+            self.failed.update((use.node, reason) for use in read.uses)
 
     def left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -90,61 +143,137 @@ class _Filling:
             node = self.resolved.manifest.nodes[node].parent
         return out[::-1]
 
+    def own(self, pool: int, node: int) -> list:
+        """A node's slots in a pool."""
+        return [self.slots[pool][begin:end] for _, begin, end in self.layouts[pool].runs[node]]
+
     def slots_of(self, path: list[int]) -> list:
         """The slots of these nodes, in as few runs as they lie in."""
         out: list = []
         runs: list[list[int]] = []
         for i in path:
             if i in self.shared:
-                out += [*(self.slots[begin:end] for begin, end in runs), *self.shared[i]]
+                out += [*(self.slots[0][begin:end] for begin, end in runs), *self.shared[i]]
                 runs = []
                 continue
-            for _, begin, end in self.at[i]:
+            for _, begin, end in self.layouts[0].runs[i]:
                 if runs and runs[-1][1] == begin:
                     runs[-1][1] = end
                 else:
                     runs.append([begin, end])
-        return out + [self.slots[begin:end] for begin, end in runs]
+        return out + [self.slots[0][begin:end] for begin, end in runs]
+
+
+@dataclass
+class _Found:
+    """What is stored: its tree, where paths end in it (None: at its leaves), where each of its pools belongs, and its
+    segments."""
+
+    resolved: Resolved
+    ends: list[int] | None
+    fits: list[Fit]
+    segments: dict[bytes, SegmentIndex]
+    opened: dict[bytes, Segment]
+    #: Whether all of it is this shard's own.
+    own: bool
 
 
 def restore(
     tree: Tree, pages: Pages, home: Home, settings, deadline: float, result: RestoreResult, go_on: bool = False,
-    least_tokens: int = 0,
-) -> Iterator[None]:  # fmt: skip
-    """Fill an empty tree from `home.manifest` and `home.fuller`, in slices. Past `deadline` (monotonic), what is loaded
-    is inserted. The rest is left out, or, with `go_on`, left in `result.rest`. Paths of less than `least_tokens` are
-    not worth it.
+    least_tokens: int = 0, ranks: Ranks = ALONE,
+) -> None:  # fmt: skip
+    """Fill an empty tree from `home.manifest` and `home.fuller`. Past `deadline` (monotonic), what is loaded is
+    inserted. The rest is left out, or, with `go_on`, left in `result.rest`. Paths of less than `least_tokens` are not
+    worth it.
+
+    Every rank of a tree calls this at the same time. All of them restore the same nodes: those that each of them has
+    and could load.
 
     Fills in `result`; whatever is wrong with the store costs nodes there, never an exception. Raises TimeoutError where
-    not even the indexes could be read in time.
+    not even the indexes could be read in time, RanksDisagree where another rank failed.
     """
-    result.total_tokens = home.manifest.tokens
-    opening = home.run(lambda: home.open_segments(result.errors))
+    # In the background a node comes piece by piece, each rank at its own pace, and no piece with what other pools hold.
+    go_on = go_on and ranks.alone and len(pages.pools) == 1
+    opening = home.run(lambda: _open(home, result.errors))
     reads: set[Future] = set()
     try:
-        opened = opening.result(max(LOOK_SECONDS, deadline - time.monotonic()))
-        resolved, ends = resolve(home.manifest, home.segments), None
-        if home.fuller is not None:
-            result.refused += resolved.refused
-            whole, ends = union(home.manifest, home.fuller, home.segments)
-            result.total_tokens = max(result.total_tokens, whole.tokens)
-            resolved = resolve(whole, home.segments)
-        plan = plan_restore(resolved, pages.capacity() // tree.page_tokens, least_tokens, ends)
+        look = lambda: _look(tree, home, opening, deadline, result)  # noqa: E731
+        found, _ = agreed(ranks, look, tell=lambda _found: None)
+        go_on = go_on and found.own
+        capacity = [pages.capacity(pool) for pool in range(len(pages.pools))]
+        if not ranks.alone:
+            mine, answers = agreed(
+                ranks, lambda: offer(found.resolved, found.ends, found.segments),
+                tell=lambda mine: (mine[0], capacity, least_tokens),
+            )  # fmt: skip
+            found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers])
+            capacity = [min(of_pool) for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
+            least_tokens = answers[0][2]
+        resolved, fits = found.resolved, found.fits
+        page = resolved.manifest.page_tokens
+        plan = plan_restore(resolved, fits, [c // page for c in capacity], least_tokens, found.ends)
         result.refused += plan.refused
         if plan.nodes and go_on and settings.restore == "background":
-            result.rest = Rest(resolved, plan.chosen, dict(home.segments), opened, {})
+            result.rest = Rest(resolved, plan.chosen, dict(home.segments), found.opened, {})
         elif plan.nodes:
-            slots = pages.allocate(plan.pages * tree.page_tokens)
-            filling = _Filling(resolved, plan, opened, slots, _layout(plan, tree.page_tokens), deadline, result)
-            yield from _fill(tree, pages, home, filling, settings.threads, reads)
+            m, by_nodes = resolved.manifest, not (ranks.alone and found.own)
+            layouts = [_Layout(plan, pool, fits, m, by_nodes) for pool in range(len(pages.pools))]
+            filling = _Filling(resolved, plan, fits, found.segments, found.opened, [], layouts, deadline, result)
+            _fill(tree, pages, home, filling, settings.threads, reads, ranks)
             if filling.late and go_on:
-                result.rest = Rest(resolved, filling.late, dict(home.segments), opened, filling.inserted)
+                result.rest = Rest(resolved, filling.late, dict(home.segments), found.opened, filling.inserted)
             elif filling.late:
                 result.refused[TIMEOUT] += len(filling.late)
     finally:
         # Not on this thread, and not before the last read of a file that answers slowly or never.
         if result.rest is None:
             opening.add_done_callback(lambda _: opening.exception() or close_after([*reads], opening.result().values()))
+
+
+def agreed(ranks: Ranks, work: Callable[[], T], tell: Callable[[T], Any] = lambda mine: mine) -> tuple[T, list[Any]]:
+    """(what this rank did, what each rank tells of it). Where it failed on one, it fails on all: then and there, so
+    that none waits for another that has gone elsewhere."""
+    mine, error = None, None
+    try:
+        mine = work()
+    except Exception as found:
+        error = found
+    answers = ranks.gather((error is None, None if error else tell(mine)))
+    if error is not None:
+        raise error
+    if not all(done for done, _ in answers):
+        raise RanksDisagree("another rank of this engine failed")
+    return mine, [answer for _, answer in answers]
+
+
+def _open(home: Home, errors: list[str]) -> dict[bytes, Segment]:
+    """Every segment that may be read, by its id."""
+    opened = {} if home.restores_another_cut else home.open_segments(errors)
+    for source in home.sources:
+        for part in source.parts:
+            opened |= part.open(home.fs, errors)
+    return opened
+
+
+def _look(tree: Tree, home: Home, opening: Future, deadline: float, result: RestoreResult) -> _Found:
+    """What is stored. Raises TimeoutError."""
+    opened = opening.result(max(LOOK_SECONDS, deadline - time.monotonic()))
+    segments = {name: segment.index for name, segment in opened.items()}
+    own = () if home.restores_another_cut else (m for m in (home.manifest, home.fuller) if m is not None)
+    trees = [(resolve(m, segments), None, [Fit(pool) for pool in range(len(m.pools))]) for m in own]
+    for source in home.sources:
+        parts = [TreePart(resolve(p.manifest, segments), None, segments, p.fits) for p in source.parts]
+        trees.append(joined(parts))
+    resolved, ends, fits = trees[0]
+    for older, _, _ in trees[1:]:
+        result.refused += resolved.refused
+        resolved, ends = union(replace(resolved, refused=Counter()), older, segments, ends)
+    if resolved.manifest.page_tokens != tree.page_tokens:
+        resolved, ends, segments = paged(resolved, ends, segments, tree.page_tokens)
+    m = resolved.manifest
+    first = home.sources[0].parts[0].manifest if home.manifest is None or home.restores_another_cut else home.manifest
+    result.total_tokens = max(first.tokens, sum(n.pages for n in m.nodes) * m.page_tokens)
+    return _Found(resolved, ends, fits, segments, opened, not home.sources)
 
 
 def _late(f: _Filling) -> list[int]:
@@ -160,12 +289,24 @@ def _late(f: _Filling) -> list[int]:
     return list(late)
 
 
-def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: set[Future]) -> Iterator[None]:
+def _fill(
+    tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int, reads: set[Future], ranks: Ranks
+) -> None:
     """Bytes, then nodes. Whatever ends this, slots of nodes that were not inserted go back to the allocator."""
     result, began = filling.result, time.monotonic()
-    try:
-        yield from _load(tree, pages, filling, threads, reads)
+
+    def load() -> tuple[dict[int, str], set[tuple[int, int]]]:
+        for pool, layout in enumerate(filling.layouts):
+            filling.slots.append(pages.allocate(layout.tokens, pool))
+        _load(pages, filling, threads, reads)
         pages.settle()
+        return filling.failed, filling.lacking
+
+    try:
+        _, answers = agreed(ranks, load)
+        for failed, lacking in answers:
+            filling.failed = {**failed, **filling.failed}
+            filling.lacking |= lacking
         loaded = time.monotonic()
         filling.late = _late(filling)
         _insert(tree, pages, home, filling)
@@ -173,92 +314,68 @@ def _fill(tree: Tree, pages: Pages, home: Home, filling: _Filling, threads: int,
         result.load_seconds, result.insert_seconds = loaded - began, time.monotonic() - loaded
         result.nodes = len(filling.inserted)
     finally:
-        for i, runs in filling.at.items():
-            if i not in filling.inserted:
-                for _, begin, end in runs:
-                    pages.free(filling.slots[begin:end])
+        for pool, layout in enumerate(filling.layouts[: len(filling.slots)]):
+            for i in layout.runs:
+                if i not in filling.inserted or (pool and (pool, i) not in filling.linked):
+                    for run in filling.own(pool, i):
+                        pages.free(run, pool)
 
 
-def _layout(plan: LoadPlan, page_tokens: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Where each node's slots lie in the one allocation."""
-    at, out = 0, {}
-    for _, _, uses in plan.records:
-        for use, begin, end in _places(uses, at, page_tokens):
-            out.setdefault(use.node, []).append((use.at, begin, end))
-            at = end
-    for runs in out.values():
-        runs.sort()
-    return out
-
-
-def _places(uses: list[Use], at: int, page_tokens: int) -> list[tuple[Use, int, int]]:
-    """Where in the allocation, from `at` on, each use of a record belongs. What a record holds lies together there, in
-    its order, so that its bytes can be decoded where they belong."""
-    out = []
-    for use in sorted(uses, key=lambda u: u.first):
-        out.append((use, at, at + use.pages * page_tokens))
-        at = out[-1][2]
-    return out
-
-
-def _load(tree: Tree, pages: Pages, f: _Filling, threads: int, reads: set[Future]) -> Iterator[None]:
+def _load(pages: Pages, f: _Filling, threads: int, reads: set[Future]) -> None:
     """Read ahead on worker threads; what cannot be decoded in place is written to the pool on this one."""
-    todo, ahead, pending, at = deque(f.plan.records), deque(), 0, 0
+    todo, ahead, pending = deque(f.plan.reads), deque(), 0
     readers, gate = ThreadPoolExecutor(threads, thread_name_prefix="persist-read"), Gate()
-    rows = pages.rows(f.slots)
-    runs = None if rows is None else _runs(rows)
+    numbers = [pages.slot_numbers(slots) for slots in f.slots]
+    runs = [None if n is None else _runs(n) for n in numbers]
     try:
         while todo or ahead:
             while todo and pending < AHEAD_BYTES and len(ahead) < AHEAD_RECORDS:
-                segment, record, uses = todo.popleft()
-                opened, places = f.opened[segment], _places(uses, at, tree.page_tokens)
-                at = places[-1][2]
-                targets = None
-                if runs is not None and _is_whole(opened.index, record, places) and _in_a_row(runs, places[0][1], at):
-                    targets = pages.memory(int(opened.index.pool[record]), int(rows[places[0][1]]), at - places[0][1])
-                size = opened.index.raw_bytes(record)
+                read = todo.popleft()
+                opened, fit = f.opened[read.segment], f.fits[read.pool]
+                pool, places, targets = fit.pool, f.layouts[fit.pool].places(read.uses), None
+                begin, end = places[0][1], places[-1][2]
+                whole = _fills(f.segments[read.segment], read, fit, places)
+                if whole and runs[pool] is not None and _in_a_row(runs[pool], begin, end):
+                    targets = pages.memory(pool, int(numbers[pool][begin]), end - begin)
+                size = opened.index.raw_bytes(read.record)
                 raw = pages.staging(size) if targets is None else None
-                ahead.append((readers.submit(opened.load_into, record, targets or [raw], gate), opened.index, record,
-                              places, raw))  # fmt: skip
-                reads.add(ahead[-1][0])
+                job = readers.submit(opened.load_into, read.record, targets or [raw], gate)
+                ahead.append((job, read, size, places, raw))
+                reads.add(job)
                 pending += size
-            job, index, record, places, raw = ahead.popleft()
-            pending -= index.raw_bytes(record)
-            nodes = [use.node for use, _, _ in places]
+            job, read, size, places, raw = ahead.popleft()
+            pending -= size
+            index = f.segments[read.segment]
             try:
                 if not (left := f.left()):
                     raise TimeoutError
                 job.result(left)
             except TimeoutError:
-                f.fail(nodes, TIMEOUT)
-                for *_, unread, _ in ahead:
-                    f.fail((use.node for use, _, _ in unread), TIMEOUT)
-                for *_, unread in todo:
-                    f.fail((use.node for use in unread), TIMEOUT)
+                for unread in (read, *(entry[1] for entry in ahead), *todo):
+                    f.fail(unread, TIMEOUT)
                 break
             except (FormatError, StoreError) as error:
-                index.bad.add(record)
+                index.bad.add(read.record)
                 f.result.errors.append(str(error))
-                f.fail(nodes, error.reason)
+                f.fail(read, error.reason)
             else:
                 if raw is not None:
-                    _scatter(pages, f, index, record, raw, places, tree.page_tokens)
+                    _scatter(pages, f, index, read, raw, places)
             reads.discard(job)
-            yield
     finally:
         # A read that hangs is left behind. It must not write to slots that are another's by then.
         gate.close()
         readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _is_whole(index: SegmentIndex, record: int, places) -> bool:
-    """Whether all of the record is wanted."""
-    page = 0
-    for use, _, _ in places:
-        if use.first != page:
+def _fills(index: SegmentIndex, read: Read, fit: Fit, places: Sequence[tuple[Use, int, int]]) -> bool:
+    """Whether all of the record is wanted, as it is, and belongs together."""
+    page, at = 0, places[0][1]
+    for use, begin, end in places:
+        if use.first != page or begin != at:
             return False
-        page += use.pages
-    return page == index.pages[record]
+        page, at = page + use.pages, end
+    return fit.slices is None and page == index.pages[read.record]
 
 
 def _runs(rows: np.ndarray) -> np.ndarray:
@@ -273,24 +390,26 @@ def _in_a_row(runs: np.ndarray, begin: int, end: int) -> bool:
     return after == len(runs) or runs[after] >= end
 
 
-def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, record: int, raw: np.ndarray, places, page_tokens) -> None:
-    rows = int(index.pages[record]) * page_tokens
+def _scatter(pages: Pages, f: _Filling, index: SegmentIndex, read: Read, raw: np.ndarray, places) -> None:
+    page, fit = f.resolved.manifest.page_tokens, f.fits[read.pool]
+    tokens = int(index.pages[read.record]) * page
     for use, begin, end in places:
-        pages.scatter(int(index.pool[record]), f.slots[begin:end], raw, rows, use.first * page_tokens)
+        stored = index.pools[index.pool[read.record]] if fit.slices is not None else None
+        pages.scatter(fit.pool, f.slots[fit.pool][begin:end], raw, tokens, use.first * page, stored, fit.slices)
 
 
 def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
     m, result = f.resolved.manifest, f.result
     own: dict[int, np.ndarray] = {}  # of nodes that are needed again, for what stands below or for their own sake
     again = {m.nodes[i].parent for i in f.plan.nodes} | {i for i, n in Counter(f.plan.nodes).items() if n > 1}
-    came, late = set(), set(f.late)
+    came, late, others = set(), set(f.late), range(1, len(pages.pools))
 
     def tokens_of(i: int) -> np.ndarray:
         extra, path = m.spaces[m.nodes[i].space].extra_tokens, f.path(i)
         return np.concatenate([own[path[0]], *(own[k][extra:] for k in path[1:])])
 
-    def put(i: int, matched: int) -> int | None:
-        return tree.insert(m.spaces[m.nodes[i].space], tokens_of(i), f.slots_of(f.path(i)), matched)
+    def put(i: int, matched: int, absent: Sequence[int]) -> int | None:
+        return tree.insert(m.spaces[m.nodes[i].space], tokens_of(i), f.slots_of(f.path(i)), matched, absent)
 
     def put_rest(i: int, start: int, end: int) -> int | None:
         """A node of which another brought the beginning: it was split while the generation was being saved."""
@@ -299,17 +418,20 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
         if not start < there <= end:
             return None
         before, ours, at = [], [], start
-        for _, low, high in f.at[i]:
-            cut = min(max(there - at, 0), high - low)
-            before += [f.slots[low : low + cut]] if cut else []
-            ours += [f.slots[low + cut : high]] if low + cut < high else []
-            at += high - low
-        found = tree.insert(space, tokens, [slots, *ours], there)
+        for run in f.own(0, i):
+            cut = min(max(there - at, 0), len(run))
+            before += [run[:cut]] if cut else []
+            ours += [run[cut:]] if cut < len(run) else []
+            at += len(run)
+        found = tree.insert(space, tokens, [slots, *ours], there, others)
         if found is not None:
             f.shared[i] = [slots[start:], *ours]
             for run in before:
                 pages.free(run)
         return found
+
+    def sound(piece: Piece) -> bool:
+        return piece.record not in home.segments[piece.segment].bad
 
     for i in f.plan.nodes:
         if i in late:
@@ -318,21 +440,29 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
         end = start + node.pages * m.page_tokens
         if i in came:
             if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake
-                put(i, end)
+                put(i, end, ())
             continue
         came.add(i)
         reason = f.failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in f.inserted else None)
         if reason is None:
-            own[i] = node_tokens(m, node, home.segments)
-            found = put(i, start)
-            if found is None:
+            own[i] = node_tokens(m, node, f.segments)
+            linked = [p for p in others if i in f.layouts[p].runs and (p, i) not in f.lacking]
+            for pool in linked:
+                pages.link(pool, f.own(0, i), f.own(pool, i))
+            found = put(i, start, [p for p in others if p not in linked])
+            if found is not None:
+                f.linked.update((pool, i) for pool in linked)
+            else:
+                for pool in linked:
+                    pages.link(pool, f.own(0, i), None)
                 found = put_rest(i, start, end)
             if found is None:
                 reason = "not_taken"
             else:
                 f.inserted[i] = found
                 result.digest.update(repr((space, start)).encode() + own[i].astype("<i8").tobytes())
-                home.known[found] = Known(start, end, space, node.pieces)
+                if all(p.segment in home.segments for p in node.pieces) and m.page_tokens == tree.page_tokens:
+                    home.known[found] = Known(start, end, space, tuple(p for p in node.pieces if sound(p)))
                 result.tokens += end - start
             if i not in again:
                 del own[i]

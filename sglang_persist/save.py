@@ -29,6 +29,9 @@ from sglang_persist.plan.tree import Content, TreeNodes
 from sglang_persist.ports import Gathered, Pages, Tree, Waiting
 from sglang_persist.store.writer import SegmentWriter
 
+#: For so long, or three times as long as its own part took, a leader waits for the other ranks' parts.
+OTHERS_SECONDS = 15.0
+
 
 @dataclass(frozen=True)
 class SaveResult:
@@ -52,7 +55,10 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
     ready = yield from _finish(home.run(lambda: keeper.prepare(request)))
     request, budget = ready.request, ready.budget
     live = yield from tree.scan(at_once=request.last)
-    nodes = select(live, settings.hottest, keeper.least_tokens())
+    yield None
+    least = keeper.least_tokens() if request.least_tokens is None else request.least_tokens
+    nodes = select(live, settings.hottest, least)
+    yield None
     plan = yield from _plan(tree, keeper, nodes, budget)
     room = budget.room_for_one
     # An emptied tree must not stand above the last one that held something.
@@ -70,7 +76,7 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         return SaveResult(home.generation, tokens, 0, 0, time.monotonic() - began, left_out)
     yield None
 
-    writer = keeper.new_writer(budget)
+    writer = yield from _new_writer(keeper, budget)
     try:
         kept = yield from _write(tree, pages, plan, writer, request, room)
         yield from _finish(writer.seal())
@@ -87,11 +93,25 @@ def save(tree: Tree, pages: Pages, keeper: Keeper, request: SaveRequest) -> Gene
         raise
     finally:
         writer.abort()
-    new_tokens = sum(kept) * tree.page_tokens
+    if request.leads and len(keeper.shape.shards) > 1:
+        timeout = max(OTHERS_SECONDS, 3 * (time.monotonic() - began))
+        added, store_bytes = yield from _finish(home.run(lambda: keeper.others(request.generation, timeout)))
+        new_bytes += added
+    new_tokens = int(np.array(kept)[plan.records.pool[: len(kept)] == 0].sum()) * tree.page_tokens
     return SaveResult(
         request.generation, settled.tokens, new_tokens, new_bytes, time.monotonic() - began, settled.left_out_tokens,
         store_bytes,
     )  # fmt: skip
+
+
+def _new_writer(keeper: Keeper, budget: Budget) -> Generator[Waiting, None, SegmentWriter]:
+    """Not on this thread: it waits for the threads that it starts."""
+    future = keeper.home.run(lambda: keeper.new_writer(budget))
+    try:
+        return (yield from _finish(future))
+    except GeneratorExit:
+        future.add_done_callback(lambda done: done.exception() or done.result().abort())
+        raise
 
 
 def _plan(
@@ -143,8 +163,9 @@ def _write(
     """Hand the records to the writer, in order, until time or room is used up: how many pages of each were there."""
     kept = array("q")
     reader = _Reader(tree, pages, plan)
-    for i, count in enumerate(plan.records.record_pages().tolist()):
-        size = writer.cost(0, count)
+    counts = plan.records.record_pages().tolist()
+    for i, (pool, count) in enumerate(zip(plan.records.pool.tolist(), counts, strict=True)):
+        size = writer.cost(pool, count)
         while not writer.ready():
             yield writer.ready
         # What is not coded yet counts as it is: the estimate that the plan was made from may have been too good.
@@ -168,19 +189,20 @@ class _Reader:
         self._last: tuple[int, Content | None] = (-1, None)
 
     def read(self, record: int) -> tuple[RecordKey, Gathered] | tuple[None, None]:
-        tree, parts, runs = self._tree, [], []
+        tree, parts, runs, pool = self._tree, [], [], int(self._plan.records.pool[record])
         for node, first, pages in self._plan.records.sources(record):
             live = self._plan.nodes[node]
             start = live.start + first * tree.page_tokens
             found = self._content(node)
             slots = found and tree.slots(live, start, start + pages * tree.page_tokens)
+            slots = slots if slots is None else self._pages.of_pool(pool, slots)
             if slots is None:  # evicted since it was planned, so everything below it is gone as well
                 break
             parts.append((found, start, first, pages))
             runs.append(slots)
         if not parts:
             return None, None
-        return _key(parts, tree.page_tokens), self._pages.gather(0, runs)
+        return _key(pool, parts, tree.page_tokens), self._pages.gather(pool, runs)
 
     def _content(self, node: int) -> Content | None:
         # A long node is in many records, one after the other.
@@ -189,14 +211,14 @@ class _Reader:
         return self._last[1]
 
 
-def _key(parts: list[tuple[Content, int, int, int]], page_tokens: int) -> RecordKey:
+def _key(pool: int, parts: list[tuple[Content, int, int, int]], page_tokens: int) -> RecordKey:
     """What a record is about: pages [first, first + pages) of these contents, the first of them at `start`."""
     top, start, first, _ = parts[0]
     extra = top.space.extra_tokens
     # Neighbouring bigram runs share their boundary token.
     tokens = [c.tokens[low * page_tokens : (low + n) * page_tokens + extra] for c, _, low, n in parts]
     return RecordKey(
-        0, top.space, start, top.hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else top.parent_hash,
+        pool, top.space, start, top.hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else top.parent_hash,
         np.concatenate([tokens[0], *(run[extra:] for run in tokens[1:])]),
         b"".join(c.hashes[low * HASH_BYTES : (low + n) * HASH_BYTES] for c, _, low, n in parts),
     )  # fmt: skip

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree
 from sglang_persist.model import Identity
 
-FULL = ComponentType.FULL
+FULL, SWA = ComponentType.FULL, ComponentType.SWA
+#: Of sliding-window pools.
+WINDOW = 32
 IDENTITY = Identity(
     {"architecture": "TestModel", "weights": "w", "kv_dtype": "bfloat16"},
     {"topology": {"tp": 1, "pp": 1}, "page": 1, "layout": 1},
@@ -33,7 +41,7 @@ class Engine:
 
     cache: UnifiedRadixCache
     allocator: object
-    pool: MHATokenToKVPool
+    pool: memory_pool.KVCache
     tree: LiveTree
     pages: KvPages
     size: int
@@ -46,16 +54,42 @@ class Engine:
         key = key.page_aligned(self.cache.page_size)
         matched, last, _ = self.cache.tree_core.match_full_device_prefix(key)
         prefix = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())[:matched]
-        new = self.allocator.alloc(len(key) - matched).clone()
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            if self.normal:
-                buffer[new] = torch.randn(buffer[new].shape).to(buffer.dtype)
-                continue
-            rows = buffer.view(torch.uint8)
-            rows[new] = torch.randint(0, 256, rows[new].shape, dtype=torch.uint8)
+        new = self.allocate(len(key) - matched)
+        for pool in range(len(self.pages.pools)):
+            self.fill(pool, self.pages.of_pool(pool, new))
         value = torch.cat([prefix, new])
         self.inserted(InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched))
         return key
+
+    def put_again(self, tokens) -> None:
+        """What a request leaves that had to compute a prefix again whose window was gone: the same KV of the full
+        layers, in other slots."""
+        key = RadixKey(array("q", tokens), is_bigram=self.tree.bigram).page_aligned(self.cache.page_size)
+        _, last, _ = self.cache.tree_core.match_full_device_prefix(key)
+        old = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())
+        new = self.allocate(len(key))
+        self.fill(0, new)
+        for buffer, per_page in buffers(self.pool)[0]:
+            rows, page = buffer.view(torch.uint8), self.cache.page_size
+            rows[_rows(new[: len(old)], per_page, page)] = rows[_rows(old, per_page, page)]
+        self.fill(1, self.pages.of_pool(1, new))
+        self.inserted(InsertParams(key=key, value=new))
+
+    def allocate(self, count: int) -> torch.Tensor:
+        if not isinstance(self.allocator, SWATokenToKVPoolAllocator):
+            return self.allocator.alloc(count).clone()
+        full = self.allocator.full_attn_allocator.alloc(count).clone()
+        self.allocator.set_full_to_swa_mapping(full, self.allocator.swa_attn_allocator.alloc(count))
+        return full
+
+    def fill(self, pool: int, slots: torch.Tensor) -> None:
+        """Random KV in every buffer of a pool."""
+        for buffer, per_page in buffers(self.pool)[pool]:
+            rows, where = buffer.view(torch.uint8), _rows(slots, per_page, self.cache.page_size)
+            if self.normal:
+                buffer[where] = torch.randn(buffer[where].shape).to(buffer.dtype)
+            else:
+                rows[where] = torch.randint(0, 256, rows[where].shape, dtype=torch.uint8)
 
     def inserted(self, params: InsertParams) -> None:
         """An insertion as the plugin's hook would tell of it."""
@@ -69,7 +103,7 @@ class Engine:
         return self.cache.match_prefix(MatchPrefixParams(key=again)).device_prefix_len
 
     def evict(self, tokens: int = 1 << 40) -> None:
-        self.cache.evict(EvictParams(num_tokens=tokens))
+        self.cache.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
 
     def paths(self) -> list[tuple]:
         """Each leaf path in eviction order: (space, tokens, node boundaries, KV bytes of every buffer)."""
@@ -94,39 +128,157 @@ class Engine:
             out.append((space, tuple(tokens), tuple(n.end for n in chain), kv))
         return out
 
+    def held(self) -> dict[tuple, tuple[bytes | None, ...]]:
+        """What every buffer holds of every page, read past our own code: (space, tokens of the path up to the end of a
+        page) -> bytes, a pool after the other; None of a pool that holds nothing of it."""
+        out, page = {}, self.cache.page_size
+        for space, tokens, ends, _ in self.paths():
+            key = RadixKey(array("q", tokens), space.extra_key, is_bigram=space.bigram, cache_salt=space.cache_salt)
+            _, last, _ = self.cache.tree_core.match_full_device_prefix(key)
+            path = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())
+            for at in range(0, ends[-1], page):
+                slots = [path[at : at + page]]
+                if isinstance(self.pool, SWAKVPool):
+                    slots.append(self.allocator.full_to_swa_index_mapping[slots[0]])
+                out[space, tokens[: at + page + space.extra_tokens]] = tuple(
+                    b"".join(_bytes(b, _rows(own, per_page, page)) for b, per_page in of_pool) if own.all() else None
+                    for of_pool, own in zip(buffers(self.pool), slots, strict=True)
+                )
+        return out
+
     def check(self, held: int = 0) -> None:
         """SGLang's own invariants, and that every slot is either free or in the tree."""
         self.cache.sanity_check()
-        assert self.allocator.available_size() + self.cache.total_size()[0] == self.size - held
+        for pool, used in zip(self._pools(), self.cache.total_size(), strict=False):
+            assert pool.available_size() + used == pool.size - held
+
+    def _pools(self) -> list:
+        """An allocator for each pool."""
+        if isinstance(self.allocator, SWATokenToKVPoolAllocator):
+            return [self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator]
+        return [self.allocator]
 
     def check_evictable(self, held: int = 0) -> None:
         """Evicting everything returns every slot exactly once."""
         self.evict()
         assert self.cache.total_size()[0] == 0
-        assert self.allocator.available_size() == self.size - held
         self.cache.sanity_check()
-        slots = self.allocator.alloc(self.size - held)
-        assert len(torch.unique(slots)) == self.size - held
-        self.allocator.free(slots.clone())
+        for pool in self._pools():
+            assert pool.available_size() == pool.size - held
+            slots = pool.alloc(pool.size - held)
+            assert len(torch.unique(slots)) == pool.size - held
+            pool.free(slots.clone())
+
+
+def buffers(pool) -> list[list[tuple[torch.Tensor, bool]]]:
+    """Every tensor of every pool, found by looking and not by our table: what of KV memory is not named is not saved.
+    With each, whether it has a row for a page and not for a slot."""
+    if isinstance(pool, SWAKVPool):
+        return [*buffers(pool.full_kv_pool), *buffers(pool.swa_kv_pool)]
+    names = ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer",
+             "index_k_with_scale_buffer")  # fmt: skip
+    return [[(t, t.shape[0] < pool.size) for name in names for t in getattr(pool, name, None) or () if t.numel()]]
+
+
+def named(e: Engine, pool=None) -> list[tuple[str, torch.Tensor, Callable]]:
+    """Every buffer that can be looked at token by token: a name with the layer's number in the whole model, the tensor,
+    and what picks of it the [tokens, heads, ...] that stand in slots of the first pool."""
+    pool, page = pool or e.pool, e.cache.page_size
+    if isinstance(pool, SWAKVPool):
+        mapping = e.allocator.full_to_swa_index_mapping
+        window = named(e, pool.swa_kv_pool)
+        window = [(name, b, lambda slots, pick=pick: pick(mapping[slots])) for name, b, pick in window]
+        return named(e, pool.full_kv_pool) + window
+
+    def pick(slots):
+        return (slots // page, slice(None), slots % page) if getattr(pool, "use_hnd", False) else slots
+
+    kinds = {"k": "k_buffer", "v": "v_buffer", "kv": "kv_buffer", "ks": "k_scale_buffer", "vs": "v_scale_buffer"}
+    return [
+        (f"{kind}{layer}", buffer, pick)
+        for kind, attribute in kinds.items()
+        for layer, buffer in zip(pool.model_layer_ids, getattr(pool, attribute, None) or (), strict=False)
+    ]
+
+
+def key_of(e: Engine, tokens) -> RadixKey:
+    return RadixKey(array("q", tokens), is_bigram=e.tree.bigram).page_aligned(e.cache.page_size)
+
+
+def path_slots(e: Engine, key: RadixKey) -> torch.Tensor:
+    """The slots of as much of a path as is there."""
+    count, last, _ = e.cache.tree_core.match_full_device_prefix(key)
+    return e.cache.tree_core.collect_full_device_indices(last, e.cache.root_node_handle())[:count]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _bytes(buffer: torch.Tensor, rows: torch.Tensor) -> bytes:
+    return buffer.view(torch.uint8)[rows].numpy().tobytes()
+
+
+def _rows(slots: torch.Tensor, per_page: bool, page: int) -> torch.Tensor:
+    return slots[::page] // page if per_page else slots
+
+
+def make_pool(
+    kind: str, size: int, page: int, layers: int, heads: int, dim: int, dtype, window_size: int, first_layer: int
+) -> memory_pool.KVCache:
+    common = {
+        "size": size, "page_size": page, "layer_num": layers, "device": "cpu", "enable_memory_saver": False,
+        "start_layer": first_layer, "end_layer": first_layer + layers - 1,
+    }  # fmt: skip
+    mha = {**common, "head_num": heads, "head_dim": dim}
+    mla = {**common, "kv_lora_rank": 128, "qk_rope_head_dim": 64}
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0), pytest.MonkeyPatch.context() as patch:
+        match kind:
+            case "hnd":
+                patch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+                return memory_pool.MHATokenToKVPool(dtype=dtype, **mha)
+            case "fp4":
+                return memory_pool.MHATokenToKVPoolFP4(dtype=torch.float4_e2m1fn_x2, **mha)
+            case "mxfp8":
+                return memory_pool.MHATokenToKVPoolMXFP8(dtype=torch.float8_e4m3fn, **{**mha, "head_dim": 32})
+            case "mla":
+                return memory_pool.MLATokenToKVPool(dtype=dtype, **mla)
+            case "mla-fp4":
+                return memory_pool.MLATokenToKVPoolFP4(dtype=torch.float4_e2m1fn_x2, **mla)
+            case "dsa":
+                return memory_pool.DSATokenToKVPool(
+                    dtype=dtype, index_head_dim=128, kv_cache_dim=192, index_buf_size=size,
+                    skip_topk_layers=[False, True], **mla,
+                )  # fmt: skip
+            case "swa":
+                return SWAKVPool(
+                    size=size, size_swa=window_size, page_size=page, dtype=dtype, head_num=heads, head_dim=dim,
+                    swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1, 3], device="cpu",
+                )  # fmt: skip
+        return memory_pool.MHATokenToKVPool(dtype=dtype, **mha)
+
+
+def make_allocator(pool, size: int, page: int, dtype):
+    if isinstance(pool, SWAKVPool):
+        return SWATokenToKVPoolAllocator(size, pool.size_swa, page, dtype, "cpu", pool, need_sort=False)
+    if page == 1:
+        return TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=False)
+    return PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=False)
 
 
 def engine(
     core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru",
-    locked=(), keyed=True, normal=False,
+    locked=(), keyed=True, normal=False, kind="mha", window_size=2048, first_layer=0,
 ) -> Engine:
-    pool = MHATokenToKVPool(
-        size=size, page_size=page, dtype=dtype, head_num=heads, head_dim=dim, layer_num=layers, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
-    if page == 1:
-        allocator = TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=False)
-    else:
-        allocator = PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=False)
+    pool = make_pool(kind, size, page, layers, heads, dim, dtype, window_size, first_layer)
+    allocator = make_allocator(pool, size, page, dtype)
     requests = ReqToTokenPool(size=8, max_context_len=2048, device="cpu", enable_memory_saver=False)
+    components = (FULL, SWA) if kind == "swa" else (FULL,)
     cache = UnifiedRadixCache(
         CacheInitParams(
             disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page,
-            is_eagle=bigram, eviction_policy=policy, tree_components=(FULL,), tree_core_backend=core,
+            is_eagle=bigram, eviction_policy=policy, tree_components=components, tree_core_backend=core,
+            sliding_window_size=WINDOW if kind == "swa" else None,
         )
     )  # fmt: skip
     tree = LiveTree(cache, policy, lambda: list(locked), keyed)
@@ -137,14 +289,14 @@ def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(1, 49000, count).tolist()
 
 
-def populate(e: Engine, rng: np.random.Generator, count: int = 12) -> list[RadixKey]:
+def populate(e: Engine, rng: np.random.Generator, count: int = 12, unit: int = 16) -> list[RadixKey]:
     """Paths that share prefixes of several lengths, in four spaces."""
-    head = random_tokens(rng, 64)
-    middles = [random_tokens(rng, 32) for _ in range(3)]
+    head = random_tokens(rng, 4 * unit)
+    middles = [random_tokens(rng, 2 * unit) for _ in range(3)]
     spaces = [(None, None), (None, None), ("lora-a", None), (None, "salt"), ("", None)]
     keys = []
     for i in range(count):
-        tail = random_tokens(rng, 16 + 16 * (i % 5))
+        tail = random_tokens(rng, unit + unit * (i % 5))
         keys.append(e.put(head + middles[i % 3] + tail, *spaces[i % len(spaces)]))
     return keys
 

@@ -27,6 +27,12 @@ _current = None
 #: Whether its command reaches it.
 _dispatching = False
 _settings: Settings | None = None
+#: The scheduler, once it was asked to stop.
+_leaving = None
+
+
+class LoopEnds(BaseException):
+    """Leaves a loop of SGLang's that does not look whether it is to end (pipeline parallelism's)."""
 
 
 def _guarded(function):
@@ -49,7 +55,10 @@ def _run_event_loop(original, scheduler):
         _start(scheduler)
     except Exception:
         logger.exception("persistence is off: internal_error")
-    return original(scheduler)
+    try:
+        return original(scheduler)
+    except LoopEnds:
+        return None
 
 
 def _start(scheduler) -> None:
@@ -85,6 +94,20 @@ def _after_insert(persistence, result, _cache, params, *_args, **_kwargs):
 @_guarded
 def _after_shutdown(persistence, *_args, **_kwargs):
     persistence.shutdown()
+
+
+def _then_leave(_result, scheduler, *_args, **_kwargs):
+    global _leaving
+    _leaving = scheduler
+
+
+def _before_pull(*_args, **_kwargs):
+    """The loop went on past its end. By now the next stage of a pipeline has been sent the word to stop; once it has
+    taken it, nothing is left to do here."""
+    if _leaving is not None:
+        if work := getattr(_leaving, "send_req_work", None):
+            _leaving._pp_commit_comm_work(work)
+        raise LoopEnds
 
 
 @_guarded
@@ -161,8 +184,10 @@ SCHEDULER = (
     (_SCHEDULER + "init_request_dispatcher", HookType.AFTER, _after_dispatcher),
     (_SCHEDULER + "process_input_requests", HookType.AFTER, _after_intake),
     (_SCHEDULER + "handle_shutdown", HookType.AFTER, _after_shutdown),
+    (_SCHEDULER + "handle_shutdown", HookType.AFTER, _then_leave),
     (_SCHEDULER + "flush_cache", HookType.AFTER, _after_flush),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert", HookType.AFTER, _after_insert),
+    (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.BEFORE, _before_pull),
     (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.AFTER, _after_pull),
     (_PARTS + "internal_state.SchedulerInternalStateController.get_internal_state", HookType.AFTER, _after_state),
     (_PARTS + "internal_state.SchedulerInternalStateController._update_handlers", HookType.AFTER, _after_handlers),

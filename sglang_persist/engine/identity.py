@@ -19,7 +19,8 @@ from typing import Any
 from sglang.srt.arg_groups.overrides import resolution_result
 
 from sglang_persist.engine import weights
-from sglang_persist.engine.pages import KvPages, class_name
+from sglang_persist.engine.adapters import class_name
+from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree
 from sglang_persist.errors import Unsupported
 from sglang_persist.fs import FileSystem
@@ -116,7 +117,7 @@ def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages
             "tp": parallel.tp_size, "pp": parallel.pp_size, "cp": parallel.attn_cp_size, "adp": parallel.attn_dp_size,
         },
         "page": tree.page_tokens,
-        "pool": class_name(pages.pool).rsplit(".", 1)[1],
+        "pool": class_name(pages.kv).rsplit(".", 1)[1],
         "layout": pages.layout,
         "rows": [list(shape) for shape in sorted({b.row_shape for p in pages.pools for b in p.buffers})],
         "components": [c.name.lower() for c in tree.cache.tree_components],
@@ -248,19 +249,27 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def shard_name(parallel, dp_rank: int | None) -> str:
-    """The directory of this rank's files."""
-    ranks = (parallel.attn_dp_rank, parallel.pp_rank, parallel.attn_cp_rank, parallel.attn_tp_rank)
+def heads(config, pages: KvPages) -> tuple[int | None, ...]:
+    """For each pool, the KV heads of the whole model; None where ranks do not share them out."""
+    if pages.latent:
+        return (None,) * len(pages.pools)
+    return (config.get_num_kv_heads(1), config.get_swa_num_kv_heads(1))[: len(pages.pools)]
+
+
+def shard_name(parallel, dp_rank: int | None, latent: bool) -> str:
+    """The directory of this rank's files. `latent`: what all ranks of tensor parallelism hold is the same, and is
+    stored by the first of them."""
+    ranks = (parallel.attn_dp_rank, parallel.pp_rank, parallel.attn_cp_rank, 0 if latent else parallel.attn_tp_rank)
     return _shard(dp_rank or 0, *ranks)
 
 
-def group_shards(parallel, dp_rank: int | None) -> tuple[str, ...]:
-    """All ranks that share this rank's tree: one generation is complete when each of them has it."""
+def group_shards(parallel, dp_rank: int | None, latent: bool) -> tuple[str, ...]:
+    """Of all ranks that share this rank's tree: one generation is complete when each of them has it."""
     return tuple(
         _shard(dp_rank or 0, parallel.attn_dp_rank, pp, cp, tp)
         for pp in range(parallel.pp_size)
         for cp in range(parallel.attn_cp_size)
-        for tp in range(parallel.attn_tp_size)
+        for tp in range(1 if latent else parallel.attn_tp_size)
     )
 
 

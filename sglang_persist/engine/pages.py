@@ -1,58 +1,21 @@
-"""KV rows in and out of SGLang's pools.
-
-One table, keyed by the exact class of the pool: what buffers it has, each with a row per slot. A class that is not in
-the table, or a layout that its row does not describe, is refused by name. `LAYOUT` is the revision of the bytes that
-an adapter yields: raise it when a release of SGLang puts other bytes into the same class.
-"""
+"""KV rows in and out of SGLang's pools, whatever these consist of (adapters.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from sglang_persist.engine.adapters import parts
 from sglang_persist.errors import Unsupported
-from sglang_persist.model import Buffer, Pool
+from sglang_persist.model import Pool
+from sglang_persist.plan.loading import Slice
 from sglang_persist.spare import Spare
 
 
-@dataclass(frozen=True)
-class Adapter:
-    layout: int
-    buffers: Callable[[object], list[tuple[str, torch.Tensor]]]
-    refuse: Callable[[object], str | None]
-
-
-def _mha_buffers(pool) -> list[tuple[str, torch.Tensor]]:
-    keys = [(f"k{i}", t) for i, t in enumerate(pool.k_buffer)]
-    return keys + [(f"v{i}", t) for i, t in enumerate(pool.v_buffer)]
-
-
-def _mha_refuse(pool) -> str | None:
-    if pool.use_hnd or pool.kv_cache_layout != "nhd":
-        return f"KV layout {pool.kv_cache_layout}"
-    if pool.is_quantized_kv_cache or pool.k_scale_buffer is not None:
-        return "a KV cache with scale buffers"
-    return None
-
-
-ADAPTERS: dict[str, Adapter] = {
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": Adapter(1, _mha_buffers, _mha_refuse),
-}
-ALLOCATORS = {
-    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
-    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
-}
-
-
-def class_name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as [slots, elements of 8 bytes (or 1)]: wide elements gather several times faster."""
+    """The same memory as [rows, elements of 8 bytes (or 1)]: wide elements gather several times faster."""
     if not tensor.is_contiguous():
         raise Unsupported("unsupported_layout", f"a KV buffer with strides {tensor.stride()}")
     flat = tensor.view(torch.uint8).view(tensor.shape[0], -1)
@@ -60,75 +23,112 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class KvPages:
-    """`ports.Pages` over one allocator and its pool.
+    """`ports.Pages` over one allocator and its pools.
 
     On a device, bytes go through page-locked memory and a stream of our own. `forward` gives the stream on which the
     engine's forward passes run, None where there is none.
     """
 
     def __init__(self, allocator, forward: Callable[[], object] = lambda: None):
-        self._allocator = allocator
-        self.pool = pool = allocator.get_kvcache()
-        adapter = ADAPTERS.get(class_name(pool))
-        if adapter is None:
-            raise Unsupported("unsupported_pool", f"KV pool {class_name(pool)}")
-        if class_name(allocator) not in ALLOCATORS:
-            raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
-        if reason := adapter.refuse(pool):
-            raise Unsupported("unsupported_layout", reason)
-        self.layout = adapter.layout
-        named = adapter.buffers(pool)
-        self._buffers = [_rows(tensor) for _, tensor in named]
-        device = named[0][1].device
+        found = parts(allocator)
+        self._allocator, self.kv = allocator, allocator.get_kvcache()
+        self._allocators = [part.allocator for part in found]
+        self.pools = tuple(part.pool for part in found)
+        self.layout = max(part.adapter.layout for part in found)
+        #: Whether all ranks of tensor parallelism hold the same.
+        self.latent = all(part.adapter.latent for part in found)
+        self._page = int(self.kv.page_size)
+        self._buffers = [[_rows(tensor) for tensor in part.tensors] for part in found]
+        device = self._buffers[0][0].device
         self._device = None if device.type == "cpu" else Device(device, forward)
-        #: The same memory as [slots, bytes]. A view takes Torch ten times as long as NumPy, and a record has many.
-        self._memory = [] if self._device else [b.view(torch.uint8).numpy() for b in self._buffers]
+        #: The same memory as [rows, bytes]. A view takes Torch ten times as long as NumPy, and a record has many.
+        self._memory = [[] if self._device else [b.view(torch.uint8).numpy() for b in of] for of in self._buffers]
         self._spare = Spare()
-        # Stored as bytes where the pool does so (fp8): the logical type says how they compress and what they are.
-        dtype = str(pool.dtype).removeprefix("torch.")
-        self.pools = (
-            Pool("kv", "slot", tuple(
-                Buffer(name, dtype, tuple(t.shape[1:]), t[0].numel() * t.element_size()) for name, t in named
-            )),
-        )  # fmt: skip
+
+    def _unit(self, pool: int) -> int:
+        """How many slots have a row together."""
+        return self._page if self.pools[pool].unit == "page" else 1
+
+    def _index(self, pool: int, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of these slots, which are whole pages where a page has one row."""
+        unit = self._unit(pool)
+        return slots if unit == 1 else slots[::unit] // unit
+
+    def of_pool(self, pool: int, slots: torch.Tensor) -> torch.Tensor | None:
+        if pool == 0:
+            return slots
+        others = self._allocator.full_to_swa_index_mapping[slots]
+        # 0 is the slot of padding: what was there has left the window.
+        return None if bool((others <= 0).any()) else others
 
     def gather(self, pool: int, slots: Sequence[torch.Tensor]) -> Gathered:
-        index = slots[0] if len(slots) == 1 else torch.cat(tuple(slots))
-        size = self.pools[pool].bytes(len(index), 1)
+        index = self._index(pool, slots[0] if len(slots) == 1 else torch.cat(tuple(slots)))
+        size = len(index) * sum(b.row_bytes for b in self.pools[pool].buffers)
         if self._device is not None:
-            return self._device.read(self._buffers, index, size)
+            return self._device.read(self._buffers[pool], index, size)
         out = self._spare.take(size)
-        _select(self._buffers, index.to(torch.int64), torch.from_numpy(out))
+        _select(self._buffers[pool], index.to(torch.int64), torch.from_numpy(out))
         return Gathered(out, spare=self._spare)
 
     def size(self) -> int:
-        return int(self._allocator.size)
+        return int(self._allocators[0].size)
 
-    def capacity(self) -> int:
-        return int(self._allocator.available_size())
+    def capacity(self, pool: int = 0) -> int:
+        return int(self._allocators[pool].available_size())
 
-    def allocate(self, tokens: int) -> torch.Tensor | None:
-        slots = self._allocator.alloc(tokens)
+    def allocate(self, tokens: int, pool: int = 0) -> torch.Tensor | None:
+        slots = self._allocators[pool].alloc(tokens)
         # What the allocator returns is a view of its free list.
         return None if slots is None else slots.clone()
 
-    def free(self, slots: torch.Tensor) -> None:
-        self._allocator.free(slots)
+    def free(self, slots: torch.Tensor, pool: int = 0) -> None:
+        self._allocators[pool].free(slots)
+
+    def link(self, pool: int, slots: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> None:
+        if others is None:
+            self._allocator.clear_full_to_swa_mapping(torch.cat(tuple(slots)))
+        else:
+            self._allocator.set_full_to_swa_mapping(torch.cat(tuple(slots)), torch.cat(tuple(others)))
 
     def staging(self, size: int) -> np.ndarray:
         return np.empty(size, np.uint8) if self._device is None else self._device.host(size).numpy()
 
-    def scatter(self, pool: int, slots: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
+    def scatter(
+        self, pool: int, slots: torch.Tensor, raw: np.ndarray, tokens: int, first: int, stored: Pool | None = None,
+        slices: Sequence[Slice] | None = None,
+    ) -> None:  # fmt: skip
+        index, unit = self._index(pool, slots), self._unit(pool)
+        if slices is not None:
+            self._scatter_slices(pool, index, raw, tokens // unit, first // unit, stored, slices)
+            return
+        rows = (self._buffers[pool], index, raw, tokens // unit, first // unit)
         if self._device is not None:
-            self._device.write(self._buffers, slots, raw, rows, first)
+            self._device.write(*rows)
         else:
-            _insert(self._buffers, slots, torch.from_numpy(raw), rows, first)
+            _insert(*rows[:2], torch.from_numpy(raw), *rows[3:])
 
-    def rows(self, slots: torch.Tensor) -> np.ndarray | None:
+    def _scatter_slices(
+        self, pool: int, index: torch.Tensor, raw: np.ndarray, rows: int, first: int, stored: Pool,
+        slices: Sequence[Slice],
+    ) -> None:  # fmt: skip
+        """Through this thread alone: a change of topology is once in a while."""
+        if self._device is not None:
+            self._device.settle()
+        ends = np.cumsum([rows * b.row_bytes for b in stored.buffers])
+        for s in slices:
+            size, end = stored.buffers[s.source].row_bytes, int(ends[s.source])
+            of_buffer = raw[end - rows * size : end].reshape(rows, size)[first : first + len(index), s.low : s.high]
+            target = self._buffers[pool][s.target].view(torch.uint8)
+            part = torch.from_numpy(np.ascontiguousarray(of_buffer)).to(target.device)
+            target[index, s.at : s.at + s.high - s.low] = part
+
+    def slot_numbers(self, slots: torch.Tensor) -> np.ndarray | None:
         return slots.numpy() if self._device is None else None
 
     def memory(self, pool: int, first: int, count: int) -> list[np.ndarray]:
-        return [memory[first : first + count].reshape(-1) for memory in self._memory]
+        unit = self._unit(pool)
+        rows = slice(first // unit, (first + count) // unit)
+        return [memory[rows].reshape(-1) for memory in self._memory[pool]]
 
     def settle(self) -> None:
         """Wait until everything that was scattered is there."""
@@ -191,13 +191,13 @@ class Device:
             arrived.record(self._stream)
         return Gathered(out.numpy(), arrived)
 
-    def write(self, buffers: list[torch.Tensor], slots: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
+    def write(self, buffers: list[torch.Tensor], index: torch.Tensor, raw: np.ndarray, rows: int, first: int) -> None:
         # A slot that is free by now may still be written to by a forward pass that was under way.
         for stream in self._streams():
             self._stream.wait_stream(stream)
         source = torch.from_numpy(raw)
         with self._module.stream(self._stream):
-            _insert(buffers, slots, source.to(self._device, non_blocking=True), rows, first)
+            _insert(buffers, index, source.to(self._device, non_blocking=True), rows, first)
             done = self._module.Event()
             done.record(self._stream)
         self._sources = [entry for entry in self._sources if not entry[0].query()] + [(done, source)]
@@ -220,15 +220,15 @@ def _select(buffers: list[torch.Tensor], index: torch.Tensor, out: torch.Tensor)
         at += size
 
 
-def _insert(buffers: list[torch.Tensor], slots: torch.Tensor, raw: torch.Tensor, rows: int, first: int) -> None:
-    """Rows [first, first + len(slots)) of a record of `rows` rows to these slots of each buffer."""
-    at, count = 0, len(slots)
+def _insert(buffers: list[torch.Tensor], index: torch.Tensor, raw: torch.Tensor, rows: int, first: int) -> None:
+    """Rows [first, first + len(index)) of a record of `rows` rows to these rows of each buffer."""
+    at, count = 0, len(index)
     for buffer in buffers:
         size = _row_bytes(buffer)
         low = at + first * size
         source = raw[low : low + count * size]
         source = source.view(buffer.dtype) if low % buffer.element_size() == 0 else source.clone().view(buffer.dtype)
-        buffer.index_copy_(0, slots, source.view(count, -1))
+        buffer.index_copy_(0, index, source.view(count, -1))
         at += rows * size
 
 

@@ -1,4 +1,4 @@
-"""What ranks must agree on before the first request: the same tree on each of them, or an empty one on all."""
+"""The processes that share a tree, and what they tell each other before the first request is served."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from typing import Any
 import torch.distributed
 
 
-def gather(parallel, shards: tuple[str, ...] | None, value: Any) -> list[Any]:
-    """`value` of every rank that shares this rank's tree. Each rank of the engine must call it, whatever befell it."""
-    if parallel.tp_size * parallel.pp_size == 1:
-        return [value]
-    group = parallel.world_group.cpu_group
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, (shards, value), group=group)
-    # A rank that could not even tell its shards concerns all.
-    return [v for s, v in everyone if s is None or shards is None or s == shards]
+class Group:
+    """`ports.Ranks`: the ranks of an engine that keep the same tree as this one. `shards` names them, None where this
+    rank could not even tell that.
+
+    Each rank of the whole engine must make the same calls in the same order, whatever befell it: they go through
+    SGLang's group of all of them, whose time limit bounds them.
+    """
+
+    def __init__(self, parallel, shards: tuple[str, ...] | None):
+        self.alone = parallel.tp_size * parallel.pp_size == 1
+        self._parallel, self._shards = parallel, shards
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.alone:
+            return [value]
+        group = self._parallel.world_group.cpu_group
+        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(everyone, (self._shards, value), group=group)
+        # A rank that could not tell its shards concerns all.
+        return [v for s, v in everyone if s is None or self._shards is None or s == self._shards]

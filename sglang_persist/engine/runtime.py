@@ -6,7 +6,6 @@ as an exception in the engine.
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -19,9 +18,10 @@ from sglang.srt.runtime_context import get_memory, get_parallel
 from sglang_persist.background import Background
 from sglang_persist.bounded import within
 from sglang_persist.config import Settings
-from sglang_persist.engine import identity, ranks
+from sglang_persist.engine import identity
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.prefill import PrefillRate
+from sglang_persist.engine.ranks import Group
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
 from sglang_persist.format import codec, planes
@@ -30,6 +30,7 @@ from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Rates
 from sglang_persist.plan import breakeven
+from sglang_persist.plan.topology import Rank
 from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
 from sglang_persist.save import SaveResult, save
 from sglang_persist.store import attempts, names, shard, verify
@@ -37,7 +38,7 @@ from sglang_persist.store.home import Home
 from sglang_persist.store.root import writers_root
 
 #: How long one pass of the scheduler's loop may work on a snapshot: while requests run, a share of what a pass takes.
-LEAST_SLICE, BUSY_SLICE, IDLE_SLICE = 0.001, 0.005, 0.05
+LEAST_SLICE, BUSY_SLICE, IDLE_SLICE = 0.001, 0.003, 0.05
 SLICE_SHARE = 0.1
 #: Seconds that a start waits for what a file system has to do before the first snapshot; then it goes on without it.
 START_WAIT = 10.0
@@ -54,6 +55,8 @@ class PersistCommand:
     generation: int
     reason: str
     request: int
+    #: Decided by the leader: each rank has measured other rates.
+    least_tokens: int
 
 
 class Persistence:
@@ -70,7 +73,7 @@ class Persistence:
         self._job: Generator | None = None
         self._background: Background | None = None
         #: The generation that is being restored, and the mark that says so.
-        self._attempted: tuple = (0, None)
+        self._attempted: tuple | None = None
         self._command: PersistCommand | None = None
         self._queue: list[PersistCommand] = []
         self._generation = 0
@@ -79,7 +82,8 @@ class Persistence:
         self._budget: int | None = settings.max_bytes.bytes
         self.identity: Identity | None = None
         self.shards: tuple[str, ...] | None = None
-        self.rank, self.leader = 0, False
+        self.rank, self.leader, self.writes = 0, False, False
+        self._least = 0
         self._in_flight = False
         self._next_due = float("inf")
         self._stop_requested = self._drain_requested = self._paused = False
@@ -100,11 +104,17 @@ class Persistence:
         deadline = time.monotonic() + self.settings.restore_timeout
         self._attempt(self._open)
         self._attempt(lambda: self._find(deadline))
-        # Each rank must come here, whatever befell it.
-        least = min(ranks.gather(get_parallel(), self.shards, self.home.generation if self.home else 0))
-        self._attempt(lambda: self._restore(deadline, least))
-        self._agree()
-        if self.why_off:
+        group = Group(get_parallel(), self.shards)
+        # Each rank must come here and to what follows, whatever befell it.
+        everywhere = all(group.gather(self._attempted is not None))
+        if everywhere:
+            self._attempt(lambda: self._restore(deadline, group))
+        elif self._attempted is not None:
+            self._end_attempt(False)
+            self._cold("ranks_disagree", "another rank has nothing to restore")
+            self.restore_state = "done"
+        self._agree(group)
+        if self.why_off or not self.writes:
             return
         self._check_writable()
         if self.settings.interval > 0:
@@ -135,23 +145,23 @@ class Persistence:
         self._cold(reason, detail)
         self.restore_state = "aborted"
 
-    def _agree(self) -> None:
+    def _agree(self, group: Group) -> None:
         """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
-        mine = (self.why_off, self.home.generation if self.home else 0, self.restored.digest.hexdigest())
-        answers = ranks.gather(get_parallel(), self.shards, (mine, self._generation))
+        mine = (self.why_off, self.restored.digest.hexdigest())
+        answers = group.gather((mine, self._generation))
         self._generation = max(number for _, number in answers)
         others = [other for other, _ in answers]
         if all(other == mine for other in others):
             return
         self._empty()
         self._cold("ranks_disagree", f"this rank {mine}, all {others}")
-        off = next((why for why, _, _ in others if why), None)
+        off = next((why for why, _ in others if why), None)
         if off and not self.why_off:
             self._turn_off(off, "another rank of this engine is off")
 
     def _empty(self) -> None:
         """Take back whatever a restore has begun: nothing runs yet, so the tree and the allocator are only ours."""
-        if self.home is not None and self.home.manifest is not None:
+        if self.home is not None and self._attempted is not None:
             self.scheduler.tree_cache.reset()
             self.scheduler.token_to_kv_pool_allocator.clear()
             self.tree.watch()
@@ -176,13 +186,19 @@ class Persistence:
         self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, root)
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
         dp_rank = parallel.dp_rank
-        self.shards = identity.group_shards(parallel, dp_rank)
-        self.home = Home(self.fs, root, self.identity, identity.shard_name(parallel, dp_rank))
-        ranks_here = len(self.shards) * max(1, int(getattr(parallel, "dp_size", 1) or 1))
+        latent = self.pages.latent
+        self.shards = identity.group_shards(parallel, dp_rank, latent)
+        name = identity.shard_name(parallel, dp_rank, latent)
+        self.home = Home(self.fs, root, self.identity, name)
+        heads = identity.heads(scheduler.model_config, self.pages)
+        self._place = Rank(name, self.identity.cut, self.pages.pools, self.tree.page_tokens, heads)
+        self._replicas = max(1, int(getattr(parallel, "dp_size", 1) or 1))
+        ranks_here = len(self.shards) * self._replicas
         shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, ranks_here)
         self.keeper = Keeper(self.home, shape, self.settings)
         self.rank = int(dp_rank or 0)
-        self.leader = self.home.path.name == self.shards[0]
+        self.writes = not latent or parallel.attn_tp_rank == 0
+        self.leader = self.writes and self.home.path.name == self.shards[0]
         self.why_off = None
 
     def _locked_nodes(self):
@@ -196,48 +212,51 @@ class Persistence:
             if isinstance(node, int) and not is_root(node):
                 yield node
 
-    def _find(self, deadline: float, at_most: float = math.inf) -> None:
-        """Choose the generation to restore."""
-        self._passed = self._on_store(lambda: self.home.find(at_most), deadline)
+    def _find(self, deadline: float) -> None:
+        """Choose the generation to restore, if one fits and is to be restored."""
+        home = self.home
+        self._passed = self._on_store(home.find, deadline)
         for error in self._passed:
             logger.warning("passed over: %s", error)
-        self._generation = self._on_store(self.home.next_generation, deadline) - 1
+        self._generation = self._on_store(home.next_generation, deadline) - 1
+        if self.settings.restore == "off":
+            return
+        self.restore_state = "done"
+        if home.manifest is not None and home.manifest.pools != self.pages.pools:
+            home.manifest = home.fuller = None
+            self._cold("layout_changed", "the stored buffers are laid out otherwise")
+        self._on_store(lambda: home.look_around(self._place, self._replicas), deadline)
+        if home.manifest is None and not home.sources:
+            self._cold(self.why_cold or self._on_store(self._why_cold, deadline), "nothing that fits is stored")
+            return
+        self.why_cold = None
+        path, generation = home.path, home.generation
+        if home.manifest is None or home.restores_another_cut:
+            first = home.sources[0].parts[0]
+            path, generation = first.path, first.manifest.generation
+            logger.info("restoring from %s, generation %d", path, generation)
+        attempt = None
+        if self.writes:  # of ranks that share a shard, one
+            attempt = self._on_store(lambda: attempts.begin(self.fs, path, generation), deadline)
+        self._attempted = path, generation, attempt
 
     def _on_store(self, work, deadline: float):
         """What the store's thread returns or raises. TimeoutError: a file system that does not answer."""
         return self.home.run(work).result(max(LOOK_SECONDS, deadline - time.monotonic()))
 
-    def _restore(self, deadline: float, at_most: int) -> None:
-        """Restore the chosen generation, or an older one that every rank has."""
-        if self.settings.restore == "off":
-            return
+    def _restore(self, deadline: float, group: Group) -> None:
+        """Restore what this rank and all others have. They all are here."""
         home = self.home
-        if at_most < home.generation:
-            self._find(deadline, at_most)
-        if home.manifest is None:
-            self._cold(self._on_store(self._why_cold, deadline), "nothing that fits is stored")
-            self.restore_state = "done"
-            return
-        if home.manifest.pools != self.pages.pools or home.manifest.page_tokens != self.tree.page_tokens:
-            home.manifest = home.fuller = None
-            self._cold("layout_changed", "the stored buffers are laid out otherwise")
-            self.restore_state = "done"
-            return
-        began, generation = time.monotonic(), home.generation
+        began, generation = time.monotonic(), self._attempted[1]
         self.restore_state = "running"
-        attempt = self._on_store(lambda: attempts.begin(self.fs, home.path, generation), deadline)
-        self._attempted = generation, attempt
-        # Several ranks would have to insert the same node in the same pass of their loops.
-        alone = len(self.shards) == 1
         completed = False
         try:
-            self.keeper.rates = home.manifest.rates
-            work = restore(
-                self.tree, self.pages, home, self.settings, deadline, self.restored, go_on=alone,
-                least_tokens=self.keeper.least_tokens(),
+            if home.manifest is not None:
+                self.keeper.rates = home.manifest.rates
+            restore(
+                self.tree, self.pages, home, self.settings, deadline, self.restored, go_on=True,
+                least_tokens=self.keeper.least_tokens(), ranks=group,
             )  # fmt: skip
-            for _ in work:
-                pass
             self._measure_load()
             completed = self.restored.rest is None
         finally:
@@ -287,8 +306,8 @@ class Persistence:
             self._cold(next(iter(self.restored.refused), "no_snapshot"), "no node could be restored")
 
     def _end_attempt(self, completed: bool) -> None:
-        generation, attempt = self._attempted
-        self.home.run(lambda: attempts.end(self.fs, self.home.path, generation, attempt, completed))
+        path, generation, attempt = self._attempted
+        self.home.run(lambda: attempts.end(self.fs, path, generation, attempt, completed))
 
     def _why_cold(self) -> str:
         passed = self._passed
@@ -354,10 +373,13 @@ class Persistence:
         if asked or ((draining or time.monotonic() >= self._next_due) and self._background is None):
             self._in_flight = True
             reason = "manual" if asked else "shutdown" if draining else "interval"
-            received.append(PersistCommand(self._generation + 1, reason, self._requested))
+            least = self.keeper.least_tokens()
+            received.append(PersistCommand(self._generation + 1, reason, self._requested, least))
 
     def on_command(self, command: PersistCommand) -> None:
-        self._queue.append(command)
+        self._least = command.least_tokens
+        if self.writes:
+            self._queue.append(command)
 
     def tick(self) -> None:
         """After every intake of requests: a bounded slice of the running snapshot, else of the restore that goes on."""
@@ -425,7 +447,9 @@ class Persistence:
         self._measure_prefill()
         self._command = command
         self._generation = max(self._generation, command.generation)
-        request = SaveRequest(command.generation, command.reason, deadline, last)
+        request = SaveRequest(
+            command.generation, command.reason, deadline, last, command.least_tokens, self.leader and not last
+        )
         self._job = save(self.tree, self.pages, self.keeper, request)
 
     def _step(self):
@@ -498,8 +522,9 @@ class Persistence:
         hard = began + timeout * HARD_SHARE
         self._queue.clear()
         self._drive(hard)
-        if time.monotonic() < hard:
-            command = PersistCommand(self._generation + 1, "shutdown", self._requested)
+        if time.monotonic() < hard and self.writes:
+            least = self.keeper.least_tokens() if len(self.shards) == 1 else self._least
+            command = PersistCommand(self._generation + 1, "shutdown", self._requested, least)
             self._begin(command, began + timeout * SOFT_SHARE, last=True)
             self._drive(hard)
         self.home.close(max(1.0, hard - time.monotonic()))

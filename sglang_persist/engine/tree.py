@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from sglang_persist.errors import Unsupported
 from sglang_persist.model import HASH_BYTES, Space
 from sglang_persist.plan.tree import NO_PARENT, Content, TreeNode, TreeNodes
 
-FULL = ComponentType.FULL
+FULL, SWA = ComponentType.FULL, ComponentType.SWA
+#: Trees that are understood, by what their nodes have: the components stand in the order of the pools.
+COMPONENTS = ((FULL,), (FULL, SWA))
 _EVERYTHING = 1 << 40
 #: Policies that evict the most recent first: there, inserting in reverse reproduces the order.
 _REVERSED = ("mru", "filo")
@@ -51,7 +54,7 @@ class LiveTree:
             raise Unsupported("unsupported_tree", f"radix cache {type(cache).__module__}.{type(cache).__qualname__}")
         if cache.disable:
             raise Unsupported("no_radix_cache", "the radix cache is disabled")
-        if tuple(cache.tree_components) != (FULL,):
+        if tuple(cache.tree_components) not in COMPONENTS:
             names = "+".join(str(c.name).lower() for c in cache.tree_components)
             raise Unsupported("unsupported_tree", f"a radix tree with components {names}")
         if policy in _UNTESTED:
@@ -60,6 +63,8 @@ class LiveTree:
         if missing:
             raise Unsupported("unsupported_engine", f"the tree core lacks {', '.join(missing)}")
         self.cache, self.core, self._locked = cache, cache.tree_core, locked
+        #: What pools beside the first hold.
+        self._others = tuple(cache.tree_components)[1:]
         self.page_tokens = int(cache.page_size)
         self.bigram = bool(self.core.is_eagle)
         self._reversed = policy in _REVERSED
@@ -135,16 +140,29 @@ class LiveTree:
                     self._add(path, out, index, parents)
             yield None
             nodes = TreeNodes(*np.array(out, np.int64).reshape(-1, 4).T.copy())
+            yield None
+            yield from self._look(nodes)
             leaf = np.ones(len(nodes), bool)
             leaf[nodes.parent[nodes.parent >= 0]] = False
             ends = nodes.id[leaf].tolist()
             self._parents = parents
+            yield None
         finally:
             if self._watching and self._inserted is not None:
                 since, self._inserted = self._inserted, dict.fromkeys(before or () if ends is None else ends)
                 for node_id in since:
                     self.inserted(node_id, 0)
         return nodes
+
+    def _look(self, nodes: TreeNodes) -> Generator[None, None, None]:
+        """Which pools beside the first hold something of each node."""
+        for pool, component in enumerate(self._others, 1):
+            for i, node_id in enumerate(nodes.id.tolist()):
+                with contextlib.suppress(KeyError):  # evicted since
+                    if self.core.get_component_device_value(node_id, component) is not None:
+                        nodes.states[i] |= 1 << pool
+                if i % STEP_PATHS == 0:
+                    yield None
 
     def _paths(self, leaves: list[int]) -> Iterable[tuple]:
         try:
@@ -236,7 +254,9 @@ class LiveTree:
             return None
         return path[start:end] if len(path) == node.end else None
 
-    def insert(self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int) -> int | None:
+    def insert(
+        self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int, absent: Sequence[int] = ()
+    ) -> int | None:
         if not self._keyed and space.extra_key is not None:
             return None
         key = _key(space, tokens)
@@ -245,8 +265,11 @@ class LiveTree:
         # `prev_prefix_len`: the tree must not free, as duplicates, the ancestors' own slots. `inserted_len`: ancestors
         # do not count a hit for each descendant that is put back.
         done = self.cache.insert(
-            InsertParams(key=key, value=torch.cat(slots), prev_prefix_len=matched, inserted_len=matched)
-        )
+            InsertParams(
+                key=key, value=torch.cat(slots), prev_prefix_len=matched, inserted_len=matched,
+                component_evicted_seqlens={self._others[pool - 1]: len(key) for pool in absent},
+            )
+        )  # fmt: skip
         self.inserted(int(done.last_device_node), len(key) - matched)
         return int(done.last_device_node)
 

@@ -38,7 +38,7 @@ def _cut(plan: SavePlan, i: int, share: float, of_new: bool) -> int:
     """How many pages of a node to keep that has room for a share of its bytes."""
     stored = 0
     for piece in plan.stored[i][1] if plan.stored[i] else ():
-        if piece.at != stored:
+        if piece.pool or piece.at != stored:
             break
         stored += piece.pages
     if of_new:
@@ -64,13 +64,16 @@ def stored_sizes(pieces: Sequence[Sequence[Piece]], segments: Mapping[bytes, Seg
     return [round(sum(a_page[p.segment, p.record] * p.pages for p in of_node)) for of_node in pieces]
 
 
-def new_sizes(plan: SavePlan, page_bytes: float) -> list[int]:
-    """Bytes that the pages of each node will take which are not stored yet."""
-    pages = np.bincount(plan.records.node, plan.records.pages, len(plan.nodes))
-    return np.rint(pages * page_bytes).astype(np.int64).tolist()
+def new_sizes(plan: SavePlan, page_bytes: Sequence[float]) -> list[int]:
+    """Bytes that the pages of each node will take which are not stored yet. `page_bytes`: a page in each pool."""
+    records = plan.records
+    each = records.pages * np.array(page_bytes)[records.pool][records.owner]
+    return np.rint(np.bincount(records.node, each, len(plan.nodes))).astype(np.int64).tolist()
 
 
-def fit(plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: float, budget: float) -> Iterator[SavePlan]:
+def fit(
+    plan: SavePlan, segments: Mapping[bytes, SegmentIndex], page_bytes: Sequence[float], budget: float
+) -> Iterator[SavePlan]:
     """The newest paths of a plan that fit into `budget` bytes on disk, what is to be written included. Step by step:
     a record stays for as long as any page of it is used, so without the others each of its pages takes more."""
     before = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_persist.format.segment import KEY_BYTES, SegmentIndex
-from sglang_persist.model import Manifest, Node
+from sglang_persist.model import Manifest, Node, Piece
 from sglang_persist.plan.paths import choose_paths
 from sglang_persist.plan.tree import NO_PARENT
 
@@ -34,55 +34,64 @@ def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
 
     A node that fails, or stands below one that does, is refused; its siblings are not concerned.
     """
-    m = replace(m, nodes=tuple(m.nodes))  # each is looked at many times
+    nodes = list(m.nodes)  # each is looked at many times
     out = Resolved(m, [], Counter(), [])
     last_key: list[bytes] = []
-    for node in m.nodes:
+    for i, node in enumerate(nodes):
         parent = node.parent
-        start = 0 if parent < 0 else out.start[parent] + m.nodes[parent].pages * m.page_tokens
+        start = 0 if parent < 0 else out.start[parent] + nodes[parent].pages * m.page_tokens
         out.start.append(start)
         key = NO_PARENT[:KEY_BYTES] if parent < 0 else last_key[parent]
         if parent >= 0 and not out.sound[parent]:
             reason = "parent_refused"
         else:
-            reason, key = _chain(m, node, start, key, segments)
+            reason, key, pieces = _chain(m, node, start, key, segments)
+            if reason is None and len(pieces) != len(node.pieces):
+                nodes[i] = replace(node, pieces=pieces)
         last_key.append(key)
         out.sound.append(reason is None)
         if reason:
             out.refused[reason] += 1
+    out.manifest = replace(m, nodes=tuple(nodes))
     return out
 
 
 def _chain(m: Manifest, node: Node, start: int, key: bytes, segments: Mapping[bytes, SegmentIndex]):
-    """(None, hash key of the node's last page), or (reason, b"").
+    """(None, hash key of the node's last page, its sound pieces), or (reason, b"", None).
 
-    Pieces of pool 0 cover the node, so their page hashes are the node's; those of other pools must have the same.
+    Pieces of pool 0 cover the node, so their page hashes are the node's. Those of other pools must have the same, or
+    they count as not there: the node can do without them.
     """
     keys: list[np.ndarray] = []
+    sound: list[Piece] = []
     for piece in node.pieces:
         index, record, first = segments.get(piece.segment), piece.record, piece.first
-        if index is None or record >= index.records or first + piece.pages > index.pages[record] or record in index.bad:
-            return "damaged", b""
-        if (
-            index.page_tokens != m.page_tokens
-            or index.pools != m.pools
-            or index.pool[record] != piece.pool
-            or index.spaces[index.space[record]] != m.spaces[node.space]
-            or int(index.start[record]) + first * m.page_tokens != start + piece.at * m.page_tokens
-        ):
-            return "damaged", b""
-        page = int(index.first_page[record]) + first
-        own = index.page_hash[page : page + piece.pages]
-        if piece.pool != 0:
-            if not np.array_equal(own, np.concatenate(keys)[piece.at : piece.at + piece.pages]):
-                return "damaged", b""
-            continue
-        before = index.page_hash[page - 1].tobytes() if first else index.parent[record, :KEY_BYTES].tobytes()
-        if before != key:
-            return "damaged", b""
-        keys.append(own)
-        key = own[-1].tobytes()
-    return None, key
+        good = (
+            index is not None
+            and record < index.records
+            and first + piece.pages <= index.pages[record]
+            and record not in index.bad
+            and index.page_tokens == m.page_tokens
+            and index.pools == m.pools
+            and index.pool[record] == piece.pool
+            and index.spaces[index.space[record]] == m.spaces[node.space]
+            and int(index.start[record]) + first * m.page_tokens == start + piece.at * m.page_tokens
+        )
+        if good:
+            page = int(index.first_page[record]) + first
+            own = index.page_hash[page : page + piece.pages]
+            if piece.pool:
+                good = np.array_equal(own, np.concatenate(keys)[piece.at : piece.at + piece.pages])
+            else:
+                before = index.page_hash[page - 1].tobytes() if first else index.parent[record, :KEY_BYTES].tobytes()
+                good = before == key
+                keys.append(own)
+                key = own[-1].tobytes()
+        if good:
+            sound.append(piece)
+        elif not piece.pool:
+            return "damaged", b"", None
+    return None, key, tuple(sound)
 
 
 def node_tokens(m: Manifest, node: Node, segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:
@@ -90,6 +99,23 @@ def node_tokens(m: Manifest, node: Node, segments: Mapping[bytes, SegmentIndex])
     extra = m.spaces[node.space].extra_tokens
     runs = [segments[p.segment].page_tokens_of(p.record, p.first, p.pages) for p in node.pieces if p.pool == 0]
     return np.concatenate([runs[0], *(r[extra:] for r in runs[1:])])
+
+
+class Slice(NamedTuple):
+    """Bytes [low, high) of each row of a stored buffer belong to byte `at` and following of each row of one of ours."""
+
+    source: int
+    low: int
+    high: int
+    target: int
+    at: int
+
+
+class Fit(NamedTuple):
+    """A stored pool belongs to this one of the engine's: as it is, or only these slices of its rows."""
+
+    pool: int
+    slices: tuple[Slice, ...] | None = None
 
 
 class Use(NamedTuple):
@@ -101,37 +127,67 @@ class Use(NamedTuple):
     pages: int
 
 
+class Read(NamedTuple):
+    """A record to load, of a pool as it is stored."""
+
+    pool: int
+    segment: bytes
+    record: int
+    uses: list[Use]
+
+
 @dataclass
 class LoadPlan:
     nodes: list[int]  # in the order of insertion: oldest path first; one that comes again is only used again
     chosen: list[int]  # in the order of choice: newest path first, parents before children
-    pages: int
-    records: list[tuple[bytes, int, list[Use]]]  # in the order of reading: newest path first
+    #: For each pool of the engine, the chosen nodes of which it gets something, in the order of choice.
+    held: list[list[int]]
+    reads: list[Read]  # in their order: newest path first
     refused: Counter
 
 
 def plan_restore(
-    resolved: Resolved, capacity_pages: int, min_tokens: int = 0, ends: Sequence[int] | None = None
-) -> LoadPlan:
-    """The newest paths that fit into `capacity_pages`, closed under parents; none shorter than `min_tokens`.
+    resolved: Resolved, fits: Sequence[Fit], capacity_pages: Sequence[int], min_tokens: int = 0,
+    ends: Sequence[int] | None = None,
+) -> LoadPlan:  # fmt: skip
+    """The newest paths that fit into `capacity_pages` of the first pool, closed under parents; none shorter than
+    `min_tokens`. Of what other pools hold of them, what fits as well.
 
-    `ends`: where paths end, oldest first, if not at the leaves in their order.
+    `fits`: where each pool of the manifest belongs. `ends`: where paths end, oldest first, if not at the leaves in
+    their order.
     """
     m, refused = resolved.manifest, Counter(resolved.refused)
     sizes, parents = [n.pages for n in m.nodes], [n.parent for n in m.nodes]
     least = -(-min_tokens // m.page_tokens)
-    wanted, short, _ = choose_paths(parents, sizes, capacity_pages, least, resolved.sound, ends)
+    wanted, short, _ = choose_paths(parents, sizes, capacity_pages[0], least, resolved.sound, ends)
     chosen = set(wanted)
     for i in range(len(m.nodes)):
         if resolved.sound[i] and i not in chosen:
             refused["too_short" if i in short else "no_capacity"] += 1
-    records: dict[tuple[bytes, int], list[Use]] = {}
+    held, left = [wanted, *([] for _ in capacity_pages[1:])], list(capacity_pages)
+    reads: dict[tuple[int, bytes, int], list[Use]] = {}
     for i in wanted:
+        takes = {0}
+        for pool in range(1, len(capacity_pages)):
+            if sizes[i] <= left[pool] and _is_whole(m.nodes[i], [v for v, fit in enumerate(fits) if fit.pool == pool]):
+                held[pool].append(i)
+                left[pool] -= sizes[i]
+                takes.add(pool)
         for p in m.nodes[i].pieces:
-            records.setdefault((p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
-    pages = sum(sizes[i] for i in wanted)
+            if fits[p.pool].pool in takes:
+                reads.setdefault((p.pool, p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
     order = sorted(wanted) if ends is None else _use_order(parents, ends, chosen)
-    return LoadPlan(order, wanted, pages, [(*k, u) for k, u in records.items()], refused)
+    return LoadPlan(
+        order, wanted, held, [Read(*k, sorted(u, key=lambda u: u.first)) for k, u in reads.items()], refused
+    )
+
+
+def _is_whole(node: Node, pools: Sequence[int]) -> bool:
+    """Whether all of a node is stored in each of these pools."""
+    filled = Counter()
+    for p in node.pieces:
+        filled[p.pool] += p.pages
+    return bool(pools) and all(filled[pool] == node.pages for pool in pools)
 
 
 def _use_order(parents: Sequence[int], ends: Iterable[int], chosen: set[int]) -> list[int]:

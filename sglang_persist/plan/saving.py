@@ -27,11 +27,20 @@ STEP_NODES = 256
 
 
 class Records:
-    """Records to write. The sources of record i are rows [bounds[i], bounds[i + 1]) of three columns: pages [first,
-    first + pages) of a node each, one following the other on a path."""
+    """Records to write. The sources of record i, which is of `pool[i]`, are rows [bounds[i], bounds[i + 1]) of three
+    columns: pages [first, first + pages) of a node each, one following the other on a path."""
 
-    def __init__(self, node: np.ndarray, first: np.ndarray, pages: np.ndarray, bounds: np.ndarray):
-        self.node, self.first, self.pages, self.bounds = node, first, pages, bounds
+    def __init__(self, node: np.ndarray, first: np.ndarray, pages: np.ndarray, bounds: np.ndarray, pool: np.ndarray):
+        self.node, self.first, self.pages, self.bounds, self.pool = node, first, pages, bounds, pool
+
+    @classmethod
+    def join(cls, parts: Sequence[Records]) -> Records:
+        sources = prefix_sum(np.array([len(p.node) for p in parts]))
+        bounds = [p.bounds[:-1] + low for p, low in zip(parts, sources.tolist(), strict=False)]
+        return cls(
+            *(np.concatenate([getattr(p, name) for p in parts]) for name in ("node", "first", "pages")),
+            np.concatenate([*bounds, sources[-1:]]), np.concatenate([p.pool for p in parts]),
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -53,7 +62,7 @@ class Records:
     def take(self, records: np.ndarray) -> Records:
         """These records, in this order."""
         rows, bounds = taken(self.bounds, records)
-        return Records(self.node[rows], self.first[rows], self.pages[rows], bounds)
+        return Records(self.node[rows], self.first[rows], self.pages[rows], bounds, self.pool[records])
 
     def cut(self, node: np.ndarray, pages: np.ndarray) -> Records:
         """With other numbers for nodes, -1 for those that fall away, and as far as nodes have so many `pages` (by new
@@ -62,7 +71,7 @@ class Records:
         left = np.where(to >= 0, np.minimum(self.pages, pages[to] - self.first), 0) if len(pages) else self.pages * 0
         keep = left > 0
         counts = np.bincount(self.owner[keep], minlength=len(self))
-        return Records(to[keep], self.first[keep], left[keep], prefix_sum(counts[counts > 0]))
+        return Records(to[keep], self.first[keep], left[keep], prefix_sum(counts[counts > 0]), self.pool[counts > 0])
 
 
 class Stored(Sequence):
@@ -118,10 +127,10 @@ class SavePlan:
 
 
 class _Packer:
-    """Makes records of runs of pages, in the order in which these come."""
+    """Makes records of one pool of runs of pages, in the order in which these come."""
 
-    def __init__(self, nodes: TreeNodes, page_tokens: int, record_pages: int):
-        self._nodes, self._page_tokens, self._most = nodes, page_tokens, record_pages
+    def __init__(self, nodes: TreeNodes, page_tokens: int, record_pages: int, pool: int):
+        self._nodes, self._page_tokens, self._most, self._pool = nodes, page_tokens, record_pages, pool
         self._sources, self._bounds = array("q"), array("q", [0])
         self._room = 0  # in the open record
         self._node = self._end = -1  # where its last source ends
@@ -153,7 +162,8 @@ class _Packer:
     def records(self) -> Records:
         self._close()
         columns = np.array(self._sources, np.int64).reshape(-1, 3).T.copy()
-        return Records(*columns, np.array(self._bounds, np.int64))
+        bounds = np.array(self._bounds, np.int64)
+        return Records(*columns, bounds, np.full(len(bounds) - 1, self._pool, np.uint8))
 
 
 def plan_save(
@@ -162,18 +172,23 @@ def plan_save(
     known: KnownNodes,
     segments: Mapping[bytes, SegmentIndex],
     page_tokens: int,
-    record_pages: int,
+    record_pages: Sequence[int],
     pages: np.ndarray | None = None,
 ) -> Generator[None, None, SavePlan]:
     """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to. In steps.
 
-    `pages`: how many of each node's, from its start; all of them unless it is given.
+    `record_pages`: for each pool, how many pages a record may have. `pages`: how many of each node's, from its start;
+    all of them unless it is given.
     """
     pages = (nodes.end - nodes.start) // page_tokens if pages is None else pages
     rows, end = known.rows(nodes.id), nodes.start + pages * page_tokens
+    pools = range(len(record_pages))
     if len(known.id):
         rows[(known.start[rows] != nodes.start) | (known.end[rows] != end)] = -1
-    stored, packer = Stored(known, rows), _Packer(nodes, page_tokens, record_pages)
+        for pool in pools[1:]:
+            rows[holds(nodes, pool) & (known.pages(pool)[rows] < pages)] = -1
+    stored = Stored(known, rows)
+    packers = [_Packer(nodes, page_tokens, record_pages[pool], pool) for pool in pools]
     others = np.flatnonzero(rows < 0).tolist()
     yield None
     for low in range(0, len(others), STEP_NODES):
@@ -199,20 +214,30 @@ def plan_save(
         somewhere = dict(zip(firsts, _anywhere(firsts.values(), segments), strict=True))
         for i in step:
             if somewhere.get(i) and (found := content(nodes[i])) is not None:
-                pieces = find_pieces(found, int(nodes.start[i]), segments, page_tokens)
+                pieces = [
+                    p for pool in pools for p in find_pieces(found, int(nodes.start[i]), segments, page_tokens, pool)
+                ]
                 stored.put(i, found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
-            for first, last in _gaps(stored.own[i][1] if i in stored.own else (), int(pages[i])):
-                packer.add(i, first, last)
+            there = stored.own[i][1] if i in stored.own else ()
+            for pool in pools:
+                if pool == 0 or nodes.states[i] >> pool & 1:
+                    for first, last in _gaps([p for p in there if p.pool == pool], int(pages[i])):
+                        packers[pool].add(i, first, last)
             yield None
-    records = packer.records()
+    records = Records.join([packer.records() for packer in packers])
     yield None
     if len(records) > 1:
         # Whatever cuts a snapshot short (time, space) costs the coldest: records of the newest paths are written first.
         newest = np.array(highest_below(nodes.parent, range(len(nodes))))
         yield None
         top = records.node[records.bounds[:-1]]
-        records = records.take(np.lexsort((top, -newest[top])))
+        records = records.take(np.lexsort((records.pool, top, -newest[top])))
     return SavePlan(page_tokens, nodes, pages, stored, records)
+
+
+def holds(nodes: TreeNodes, pool: int) -> np.ndarray:
+    """Of each node, whether the live tree has what this pool holds of it."""
+    return (nodes.states >> pool & 1).astype(bool)
 
 
 def _gaps(pieces: Sequence[Piece], total: int) -> Iterable[tuple[int, int]]:
@@ -240,8 +265,11 @@ def _anywhere(hashes: Iterable[bytes], segments: Mapping[bytes, SegmentIndex]) -
     return out.tolist()
 
 
-def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIndex], page_tokens: int) -> list[Piece]:
-    """The stored pages of a node, as pieces in order. A hash finds a page; its token ids and position decide."""
+def find_pieces(
+    content: Content, start: int, segments: Mapping[bytes, SegmentIndex], page_tokens: int, pool: int = 0
+) -> list[Piece]:
+    """What is stored of a node's pages in one pool, as pieces in order. A hash finds a page; its token ids and position
+    decide."""
     pages = len(content.hashes) // HASH_BYTES
     keys = _keys(content.hashes)
     pieces: list[Piece] = []
@@ -249,7 +277,7 @@ def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIn
     for index in segments.values():
         if not free.any():
             break
-        found = index.find(keys)
+        found = index.find(keys, pool)
         at = 0
         while at < pages:
             if found[at] < 0 or not free[at]:
@@ -261,7 +289,7 @@ def find_pieces(content: Content, start: int, segments: Mapping[bytes, SegmentIn
             while length < limit and free[at + length] and found[at + length] == found[at] + length:
                 length += 1
             if record not in index.bad and _same(content, start, at, length, index, record, first, page_tokens):
-                pieces.append(Piece(0, at, index.id, record, first, length))
+                pieces.append(Piece(pool, at, index.id, record, first, length))
                 free[at : at + length] = False
             at += length
     return sorted(pieces, key=lambda p: p.at)
@@ -273,7 +301,6 @@ def _same(content: Content, start: int, at: int, pages: int, index: SegmentIndex
     tokens = content.tokens[at * page_tokens : (at + pages) * page_tokens + extra]
     return (
         index.page_tokens == page_tokens
-        and index.pool[record] == 0
         and index.spaces[index.space[record]] == content.space
         and int(index.start[record]) + first * page_tokens == start + at * page_tokens
         and np.array_equal(tokens, index.page_tokens_of(record, first, pages))
@@ -332,7 +359,7 @@ def settle(
     kept, pages = nodes.take(chosen), plan.pages[chosen]
     place = places(chosen, len(nodes))
     rows = np.flatnonzero(place[owner] >= 0)
-    rows = rows[np.lexsort((every.rows["at"][rows], owner[rows]))]
+    rows = rows[np.lexsort((every.rows["at"][rows], every.rows["pool"][rows], owner[rows]))]
     counts = np.bincount(place[owner[rows]], minlength=len(chosen))
     pieces = Pieces(every.segments, every.rows[rows], prefix_sum(counts))
     yield None
@@ -356,6 +383,7 @@ def _written(records: Records, written: np.ndarray, placed: Places) -> tuple[np.
     place[written > 0] = placed.rows
     place = place[owner[there]]
     rows = np.zeros(len(there), PIECE)
+    rows["pool"] = records.pool[owner[there]]
     rows["at"], rows["first"], rows["pages"] = records.first[:sources][there], first[there], count[there]
     rows["segment"], rows["record"] = place >> 32, place & 0xFFFFFFFF
     return records.node[:sources][there], Pieces(placed.segments, rows, np.arange(len(there) + 1))

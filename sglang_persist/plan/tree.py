@@ -24,10 +24,16 @@ class TreeNode(NamedTuple):
 
 
 class TreeNodes(Sequence):
-    """`TreeNode`s, parents first, column by column (int64)."""
+    """`TreeNode`s, parents first, column by column (int64).
 
-    def __init__(self, id: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray):
+    `states`: of each node, which pools beside the first hold something of it, a bit each (u8).
+    """
+
+    def __init__(
+        self, id: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray, states: np.ndarray | None = None
+    ):
         self.id, self.parent, self.start, self.end = id, parent, start, end
+        self.states = np.zeros(len(id), np.uint8) if states is None else states
 
     @classmethod
     def of(cls, nodes: Iterable[TreeNode]) -> TreeNodes:
@@ -36,7 +42,7 @@ class TreeNodes(Sequence):
     def take(self, chosen: np.ndarray) -> TreeNodes:
         """These nodes (rising indexes); a parent that is not among them becomes none."""
         parent = places(chosen, len(self))[self.parent[chosen]]
-        return TreeNodes(self.id[chosen], parent, self.start[chosen], self.end[chosen])
+        return TreeNodes(self.id[chosen], parent, self.start[chosen], self.end[chosen], self.states[chosen])
 
     @property
     def tokens(self) -> int:
@@ -111,6 +117,11 @@ class KnownNodes:
         if self._more:
             found[np.isin(ids, np.fromiter(self._more, np.int64, len(self._more)))] = -1
         return found
+
+    def pages(self, pool: int) -> np.ndarray:
+        """Of each row, how many of its pages are stored in a pool."""
+        of_pool = self.pieces.rows["pool"] == pool
+        return np.bincount(self.pieces.owner[of_pool], self.pieces.rows["pages"][of_pool], len(self.id))
 
     def row(self, i: int) -> Known:
         return Known(int(self.start[i]), int(self.end[i]), self.spaces[self.space[i]], self.pieces[i])

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Node, Piece, SegmentRef, Space
-from sglang_persist.plan.loading import node_tokens, resolve
+from sglang_persist.plan.loading import Resolved, node_tokens
 
 
 class _Branch:
@@ -35,9 +35,9 @@ class _Union:
         self.branches: list[_Branch] = []
         self._children: dict[tuple, int] = {}
 
-    def grow(self, m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> tuple[list[int], list[int]]:
+    def grow(self, resolved: Resolved, segments: Mapping[bytes, SegmentIndex]) -> tuple[list[int], list[int]]:
         """Add a tree's sound nodes: (the branch that ends where each of them ends or -1, the branches that are new)."""
-        resolved, ends, new = resolve(m, segments), [], []
+        m, ends, new = resolved.manifest, [], []
         for node, sound in zip(m.nodes, resolved.sound, strict=True):
             above = ends[node.parent] if node.parent >= 0 else -1
             if not sound or (node.parent >= 0 and above < 0):
@@ -115,19 +115,28 @@ class _Union:
         return whole, [place[i] for i in order]
 
 
-def union(newer: Manifest, older: Manifest, segments: Mapping[bytes, SegmentIndex]) -> tuple[Manifest, list[int]]:
+def union(
+    newer: Resolved, older: Resolved, segments: Mapping[bytes, SegmentIndex], ends: Sequence[int] | None = None
+) -> tuple[Resolved, list[int]]:
     """The tree of `newer` and, older than all of it, what only `older` holds. Nodes that are not sound fall away.
 
     Second: where paths end, oldest first. A path of `newer` may end above what only `older` holds, and is as new as it
-    was all the same. Both are of one namespace, their pools and pages alike.
+    was all the same. `ends`: where those of `newer` end, if not at its leaves. Both have the same pools and pages.
     """
-    grown = _Union(newer.page_tokens)
-    ends, _ = grown.grow(newer, segments)
-    inner = {n.parent for n, end in zip(newer.nodes, ends, strict=True) if end >= 0}
+    m = newer.manifest
+    grown = _Union(m.page_tokens)
+    of_newer, _ = grown.grow(newer, segments)
+    if ends is None:
+        inner = {n.parent for n, end in zip(m.nodes, of_newer, strict=True) if end >= 0}
+        ends = [i for i in range(len(m.nodes)) if i not in inner]
     _, new = grown.grow(older, segments)
-    return grown.manifest(
-        newer, older.segments, [*new, *(end for i, end in enumerate(ends) if end >= 0 and i not in inner)]
-    )
+    order = [*new, *(of_newer[i] for i in ends if of_newer[i] >= 0)]
+    whole, found = grown.manifest(m, older.manifest.segments, order)
+    starts: list[int] = []
+    for node in whole.nodes:
+        above = whole.nodes[node.parent] if node.parent >= 0 else None
+        starts.append(starts[node.parent] + above.pages * whole.page_tokens if above else 0)
+    return Resolved(whole, starts, newer.refused.copy(), [True] * len(starts)), found
 
 
 def node_keys(node: Node, segments: Mapping[bytes, SegmentIndex]) -> np.ndarray:

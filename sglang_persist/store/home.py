@@ -14,9 +14,11 @@ from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
 from sglang_persist.plan.saving import Settled
+from sglang_persist.plan.topology import Rank
 from sglang_persist.plan.tree import KnownNodes
-from sglang_persist.store import attempts, names, prune, shard
+from sglang_persist.store import attempts, names, prune, shard, sources
 from sglang_persist.store.shard import Segment
+from sglang_persist.store.sources import Source
 from sglang_persist.workers import workers
 
 KEEP = 2
@@ -35,6 +37,8 @@ class Home:
         self.manifest: Manifest | None = None
         #: A complete generation with more in it than the newest one, if there is one.
         self.fuller: Manifest | None = None
+        #: What is restored beside it: other replicas' generations, or, instead of it, another cut's.
+        self.sources: list[Source] = []
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known = KnownNodes()
         self._lock: Lock | None = None
@@ -55,6 +59,15 @@ class Home:
         self.manifest, passed = shard.newest(self.fs, self.path, at_most, deadly)
         self.fuller = shard.fullest(self.fs, self.path, self.manifest, deadly)
         return passed
+
+    def look_around(self, rank: Rank, replicas: int) -> None:
+        """Choose what to restore of what other replicas and other cuts of the model have left."""
+        found = sources.find(self.fs, self.path, rank)
+        self.sources = sources.choose(self.manifest, self.path.parent, rank, replicas, found)
+
+    @property
+    def restores_another_cut(self) -> bool:
+        return bool(self.sources) and self.sources[0].cut != self.path.parent
 
     def next_generation(self) -> int:
         """Above every generation that has a file here, readable or not: a name is never used twice."""

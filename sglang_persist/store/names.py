@@ -94,6 +94,11 @@ def replica(shard: str) -> str:
     return shard.split("-", 1)[0]
 
 
+def group(shard: str) -> str:
+    """What the shards of ranks that share a tree have in common in their names."""
+    return "-".join(shard.split("-")[:2])
+
+
 def shard_dirs(fs, root: Path) -> list[Path]:
     """Every <model>/<cut>/<shard> directory below a root. Other names are left alone."""
     found = []

@@ -65,6 +65,15 @@ def load_manifest(fs: FileSystem, path: Path, generation: int, nodes: bool = Tru
     return read_whole(fs, path / names.manifest(generation), limits.MAX_INDEX_BYTES, decode)
 
 
+def added_bytes(fs: FileSystem, path: Path, generation: int) -> int:
+    """What a generation added to its shard: its manifest, and segments that the one before it does not name."""
+    m = load_manifest(fs, path, generation, nodes=False)
+    before = next((g for g in generations(fs, path) if g < generation), None)
+    known = {ref.id for ref in load_manifest(fs, path, before, nodes=False).segments} if before is not None else set()
+    (size,) = (e.bytes for e in fs.list(path) if e.name == names.manifest(generation))
+    return size + sum(ref.bytes for ref in m.segments if ref.id not in known)
+
+
 def is_complete(fs: FileSystem, path: Path, m: Manifest) -> bool:
     """Whether every rank of the generation has committed its part."""
     return fullness(fs, path, m) is not None

@@ -64,10 +64,9 @@ def encode_record(setting: str, pool: Pool, rows: int, raw: np.ndarray, out: np.
 
 
 def least_segment_bytes(pools: tuple[Pool, ...], page_tokens: int) -> int:
-    """At most so large is a segment of one record of one page."""
-    entry = segment.entry_bytes(1, 2 * page_tokens, len(pools[0].buffers))
-    index = IndexBuilder(pools, page_tokens).bytes + entry
-    return segment.HEADER_BYTES + pools[0].bytes(1, page_tokens) + index + segment.TRAILER_BYTES
+    """At most so large is a segment of one record of one page, whatever its pool."""
+    record = max(p.bytes(1, page_tokens) + segment.entry_bytes(1, 2 * page_tokens, len(p.buffers)) for p in pools)
+    return segment.HEADER_BYTES + record + IndexBuilder(pools, page_tokens).bytes + segment.TRAILER_BYTES
 
 
 def _temporary(path: Path, name: str) -> Path:

@@ -92,9 +92,8 @@ def load(e: real.Engine, at: Home, timeout: float = 60, using=SETTINGS) -> Resto
     result = RestoreResult()
     if at.manifest is None:
         return result
-    for _ in restore(e.tree, e.pages, at, using, time.monotonic() + timeout, result,
-                     least_tokens=using.min_tokens or 0):  # fmt: skip
-        pass
+    deadline = time.monotonic() + timeout
+    restore(e.tree, e.pages, at, using, deadline, result, least_tokens=using.min_tokens or 0)
     return result
 
 

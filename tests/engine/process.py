@@ -28,6 +28,7 @@ class Process:
         monkeypatch.setattr(runtime, "get_parallel", lambda: PARALLEL)
         monkeypatch.setattr(runtime, "get_memory", lambda: SimpleNamespace(radix_eviction_policy="lru"))
         monkeypatch.setattr(identity, "identify", lambda *_args: real.IDENTITY)
+        monkeypatch.setattr(identity, "heads", lambda *_args: (2,))
         variables = {"dir": directory, "interval": 0, "min_free": 0, **settings}
         loaded = config.load({config.BY_KEY[k].variable: str(v) for k, v in variables.items()})
         self.engine = real.engine(core)
@@ -38,6 +39,7 @@ class Process:
             collect_inflight_reqs=list,
             chunked_req=None,
             last_batch=None,
+            model_config=None,
             is_fully_idle=lambda: True,
             idle_sleeper=True,  # a pass waits inside its slice instead of being called again at once
         )

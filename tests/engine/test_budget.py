@@ -48,8 +48,7 @@ def restored(root, c: churn.Churn, **kind) -> list[int]:
     e, at = real.engine(size=c.engine.size, page=c.engine.tree.page_tokens, **kind), flow.home(root)
     at.find()
     at.fuller = None
-    for _ in flow.restore(e.tree, e.pages, at, flow.SETTINGS, flow.time.monotonic() + 60, flow.RestoreResult()):
-        pass
+    flow.restore(e.tree, e.pages, at, flow.SETTINGS, flow.time.monotonic() + 60, flow.RestoreResult())
     at.close()
     return c.held(e)
 

@@ -121,8 +121,8 @@ def serving(tmp_path, monkeypatch):
     p = Persistence(scheduler, config.load({"SGLANG_PERSIST_DIR": str(tmp_path)}))
     p.tree, p.pages, p.home, p.keeper = e.tree, e.pages, at, flow.keeper(e, at)
     p.identity, p.shards = real.IDENTITY, (flow.SHARD,)
-    p.why_off, p.leader = None, True
-    p.on_command(PersistCommand(2, "interval", 0))
+    p.why_off, p.leader, p.writes = None, True, True
+    p.on_command(PersistCommand(2, "interval", 0, 0))
     p._begin(p._queue.pop(0))
     for _ in range(3):
         p._step()
@@ -133,7 +133,7 @@ def serving(tmp_path, monkeypatch):
 
 def is_closed(p: Persistence) -> bool:
     """Nothing runs, nothing is begun any more, and the store is as it was before the snapshot."""
-    p.on_command(PersistCommand(3, "interval", 0))
+    p.on_command(PersistCommand(3, "interval", 0, 0))
     p.tick()
     p.request_snapshot()
     p.poll(received := [])

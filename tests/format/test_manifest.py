@@ -26,7 +26,7 @@ from sglang_persist.errors import (
 )
 from sglang_persist.format import codec, limits, manifest
 from sglang_persist.model import Buffer, Identity, Manifest, Node, Piece, Pool, Rates, SegmentRef, Space
-from sglang_persist.plan.loading import node_tokens, plan_restore, resolve
+from sglang_persist.plan.loading import Fit, node_tokens, plan_restore, resolve
 from sglang_persist.store import names
 
 STORE = builders.little_store()
@@ -383,7 +383,8 @@ def refuses_or_reads(data: bytes) -> None:
         if sound:
             tokens = node_tokens(m, node, INDEXES)
             assert len(tokens) == node.pages * m.page_tokens + m.spaces[node.space].extra_tokens
-    plan_restore(resolved, 5)
+    fits = [Fit(0)] * len(resolved.manifest.pools)
+    plan_restore(resolved, fits, [5])
     names.namespace(m.identity)
     names.namespace_id(m.identity)
     json.dumps(m.identity.soft)

@@ -144,8 +144,13 @@ def test_copied_records_keep_everything_but_their_place():
 
 def test_a_page_is_found_by_its_hash_with_its_record():
     index = read_segment(SEGMENT)
-    found = index.find(index.page_hash)
-    assert (index.page_hash[found] == index.page_hash).all()
+    of_page = np.repeat(index.pool, index.pages)
+    for pool in range(len(index.pools)):
+        hashes = index.page_hash[of_page == pool]
+        found = index.find(hashes, pool)
+        assert len(found)
+        assert (index.page_hash[found] == hashes).all()
+        assert (of_page[found] == pool).all()
     other = index.page_hash.copy()
     other[:, 1] ^= np.uint64(1)  # equal in its first half only
     assert (index.find(other) == -1).all()

@@ -1,0 +1,178 @@
+"""What SGLang's KV pools and allocators consist of.
+
+One table of pools, keyed by exact class: what buffers a pool has, by name, each with a row for a slot or for a page. A
+class that is not in the table, or a layout that its row does not describe, is refused by name. `layout` is the revision
+of the bytes that an adapter yields: raise it when a release of SGLang puts other bytes into the same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sglang_persist.errors import Unsupported
+from sglang_persist.model import Buffer, Pool
+
+_POOLS = "sglang.srt.mem_cache.memory_pool."
+_ALLOCATORS = "sglang.srt.mem_cache.allocator."
+
+
+class Named(NamedTuple):
+    """A buffer. `dtype` says what its elements are, where the tensor's type does not (fp8 is stored as bytes)."""
+
+    name: str
+    dtype: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`unit` of a pool: "slot" where each buffer has a row for each slot; "page" where some have one for each page.
+    `latent`: ranks of tensor parallelism all hold the same."""
+
+    layout: int
+    buffers: Callable[[object], list[Named]]
+    unit: Callable[[object], str] = lambda _pool: "slot"
+    refuse: Callable[[object], str | None] = lambda _pool: None
+    latent: bool = False
+
+
+def class_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layers(pool, prefix: str, tensors: Sequence[torch.Tensor] | None, dtype: torch.dtype | None = None) -> list[Named]:
+    """A buffer for each layer, named by the layer's number in the whole model."""
+    return [
+        Named(f"{prefix}{layer}", _dtype(dtype or tensor.dtype), tensor)
+        for layer, tensor in zip(pool.model_layer_ids, tensors or (), strict=False)
+        if tensor.shape[0]  # a layer that shares another's index has none of its own
+    ]
+
+
+def _mha(pool) -> list[Named]:
+    return _layers(pool, "k", pool.k_buffer, pool.dtype) + _layers(pool, "v", pool.v_buffer, pool.dtype)
+
+
+def _mha_scaled(pool) -> list[Named]:
+    return _mha(pool) + _layers(pool, "ks", pool.k_scale_buffer) + _layers(pool, "vs", pool.v_scale_buffer)
+
+
+def _mha_refuse(pool) -> str | None:
+    if pool.kv_cache_layout not in ("nhd", "hnd"):
+        return f"KV layout {pool.kv_cache_layout}"
+    if pool.is_quantized_kv_cache or pool.k_scale_buffer is not None:
+        return "a KV cache with scale buffers"
+    return None
+
+
+def _scaled_refuse(pool) -> str | None:
+    return None if pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache else "a KV cache with scale buffers"
+
+
+def _mla(pool) -> list[Named]:
+    return _layers(pool, "kv", pool.kv_buffer, pool.dtype)
+
+
+def _mla_scaled(pool) -> list[Named]:
+    return _mla(pool) + _layers(pool, "kvs", pool.kv_scale_buffer)
+
+
+def _dsa(pool) -> list[Named]:
+    return _mla(pool) + _layers(pool, "index", pool.index_k_with_scale_buffer)
+
+
+def _mla_refuse(pool) -> str | None:
+    if pool.layer_shard_enabled:
+        return "layers that are shared out among ranks"
+    return None
+
+
+def _mla_plain_refuse(pool) -> str | None:
+    return "a KV cache with scale buffers" if pool.kv_scale_buffer is not None else _mla_refuse(pool)
+
+
+def _dsa_refuse(pool) -> str | None:
+    if pool.index_kpool != 1 or pool.kpool_use_compress or pool.index_page_size != pool.page_size:
+        return "an index of pooled keys"
+    return _mla_plain_refuse(pool)
+
+
+ADAPTERS: dict[str, Adapter] = {
+    _POOLS + "MHATokenToKVPool": Adapter(
+        1, _mha, lambda pool: "page" if pool.kv_cache_layout == "hnd" else "slot", _mha_refuse
+    ),
+    _POOLS + "MHATokenToKVPoolFP4": Adapter(1, _mha_scaled, refuse=_scaled_refuse),
+    _POOLS + "MHATokenToKVPoolMXFP8": Adapter(
+        1, _mha_scaled, lambda pool: "page" if pool.mxfp8_sf_interleaved else "slot", _scaled_refuse
+    ),
+    _POOLS + "MLATokenToKVPool": Adapter(1, _mla, refuse=_mla_plain_refuse, latent=True),
+    _POOLS + "MLATokenToKVPoolFP4": Adapter(1, _mla_scaled, refuse=_mla_refuse, latent=True),
+    _POOLS + "DSATokenToKVPool": Adapter(1, _dsa, lambda _pool: "page", _dsa_refuse, latent=True),
+}  # fmt: skip
+#: Pools that consist of others.
+SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+#: Allocators of one pool.
+ALLOCATORS = {_ALLOCATORS + "token.TokenToKVPoolAllocator", _ALLOCATORS + "paged.PagedTokenToKVPoolAllocator"}
+SWA_ALLOCATOR = _ALLOCATORS + "swa.SWATokenToKVPoolAllocator"
+
+
+class Part(NamedTuple):
+    """One pool of a model: what is stored of it, and the allocator of its slots."""
+
+    pool: Pool
+    tensors: list[torch.Tensor]
+    allocator: object
+    adapter: Adapter
+
+
+def parts(allocator) -> list[Part]:
+    """The pools behind an allocator, the one first that has something of every page. Raises Unsupported."""
+    kv = allocator.get_kvcache()
+    if class_name(kv) == SWA_POOL:
+        if class_name(allocator) != SWA_ALLOCATOR:
+            raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
+        if allocator.swa_req_ring:
+            raise Unsupported("unsupported_pool", "a sliding window that is a ring for each request")
+        return [
+            _part("full", kv.full_kv_pool, allocator.full_attn_allocator),
+            _part("swa", kv.swa_kv_pool, allocator.swa_attn_allocator),
+        ]
+    return [_part("kv", kv, allocator)]
+
+
+def _part(name: str, kv, allocator) -> Part:
+    adapter = ADAPTERS.get(class_name(kv))
+    if adapter is None:
+        raise Unsupported("unsupported_pool", f"KV pool {class_name(kv)}")
+    if class_name(allocator) not in ALLOCATORS:
+        raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
+    if reason := adapter.refuse(kv):
+        raise Unsupported("unsupported_layout", reason)
+    named, unit, page = adapter.buffers(kv), adapter.unit(kv), int(kv.page_size)
+    if not named:
+        raise Unsupported("unsupported_layout", f"a KV pool without buffers: {class_name(kv)}")
+    slots = int(kv.size) + page
+    buffers, tensors = [], []
+    for buffer in named:
+        rows = buffer.tensor.shape[0]
+        per_page = unit == "page" and (rows < slots or page == 1)
+        if rows < (slots // page if per_page else slots):
+            raise Unsupported(
+                "unsupported_layout", f"{class_name(kv)}: {buffer.name} has {rows} rows for {slots} slots"
+            )
+        row = tuple(buffer.tensor.shape[1:])
+        tensor = buffer.tensor
+        if unit == "page" and not per_page:
+            row = (page, *row)
+            tensor = tensor[: slots // page * page].view(slots // page, *row)
+        buffers.append(Buffer(buffer.name, buffer.dtype, row, tensor[0].numel() * tensor.element_size()))
+        tensors.append(tensor)
+    return Part(Pool(name, unit, tuple(buffers)), tensors, allocator, adapter)

@@ -1,0 +1,116 @@
+"""Other models than plain ones, and more ranks than one, on real servers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import serving
+from checks import NEW_TOKENS, assert_sound, assert_warm, cli, persist, serve, snapshot, status
+
+pytestmark = pytest.mark.server
+
+#: What stopping a server of the small model may take, its last snapshot included.
+STOP_SECONDS = 20
+
+
+def warm_pass(server: serving.Server, prompts: list[str]):
+    serve(server, prompts)
+    return serve(server, prompts)
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("gemma3", ()), ("deepseek", ("--page-size", 16)), ("qwen3", ())])
+def test_every_kind_of_model_restarts_warm(prompts, tmp_path, kind, flags):
+    with serving.Server(serving.model(kind), *persist(tmp_path / "store", *flags)) as server:
+        warm = warm_pass(server, prompts)
+        server.stop()
+        assert_sound(tmp_path / "store")
+        server.start()
+        assert_warm(serve(server, prompts), warm)
+        assert status(server)["restore"]["nodes_refused"] == {}
+
+
+def test_tensor_parallelism_survives_damage_and_another_size(llama, prompts, tmp_path):
+    """TP2, restarted, with a lost segment of one rank, as TP1, and as TP2 again."""
+    store = tmp_path / "store"
+    two = serving.Server(llama, *persist(store, "--tp-size", 2))
+    with two:
+        warm = warm_pass(two, prompts)
+        taken = snapshot(two)
+        assert taken["new_bytes"] == sum(p.stat().st_size for p in store.rglob("*.kv[ms]"))
+        two.stop(group=True)
+        two.start()
+        assert_warm(serve(two, prompts), warm)
+        assert two.stop() < STOP_SECONDS
+    with serving.Server(llama, *persist(store)) as one:
+        found = status(one)["restore"]
+        assert found["tokens_restored"] > 0.9 * found["tokens_total"] > 0, found
+        again = serve(one, prompts)
+        assert again.cached >= 0.99 * warm.cached
+        one.post("/flush_cache")
+        cold = serve(one, prompts)
+        assert again.ids == cold.ids
+        one.stop()
+    with two:
+        again = serve(two, prompts)
+        assert again.cached >= 0.99 * warm.cached
+        assert again.ids == warm.ids
+        two.stop()
+        newest = max(store.rglob("*-tp1/*.kvs"), key=lambda p: p.stat().st_size)
+        newest.unlink()
+        began = time.monotonic()
+        two.start()
+        assert serve(two, prompts).ids == warm.ids
+        assert time.monotonic() - began < 60 + 60  # its start included
+        two.stop()
+
+
+def test_pipeline_parallelism_ends_in_time_and_restores_into_one(llama, prompts, tmp_path):
+    store = tmp_path / "store"
+    with serving.Server(llama, *persist(store, "--pp-size", 2)) as server:
+        warm = warm_pass(server, prompts)
+        assert server.stop() < STOP_SECONDS
+        assert "Schedulers still alive" not in server.tail(100_000)
+        server.start()
+        assert_warm(serve(server, prompts), warm)
+        snapshot(server)
+        assert server.stop(group=True) < STOP_SECONDS
+        assert_sound(store)
+    with serving.Server(llama, *persist(store)) as server:
+        assert_warm(serve(server, prompts), warm)
+
+
+def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_path):
+    store = tmp_path / "store"
+    own = [prompts[:2], prompts[2:]]
+
+    def serve_each(server):
+        return [
+            [server.generate(p, NEW_TOKENS, routed_dp_rank=rank) for p in of_rank] for rank, of_rank in enumerate(own)
+        ]
+
+    def cached(answers):
+        return [sum(a.cached_tokens for a in of_rank) for of_rank in answers]
+
+    with serving.Server(llama, *persist(store, "--dp-size", 2)) as server:
+        serve_each(server)
+        warm = serve_each(server)
+        assert len(cli("snapshot", "--url", server.url, "--json")["ranks"]) == 2
+        assert server.stop(group=True) < STOP_SECONDS
+        server.start()
+        again = serve_each(server)
+        assert all(a >= 0.99 * b > 0 for a, b in zip(cached(again), cached(warm), strict=True))
+        assert [[a.ids for a in of] for of in again] == [[a.ids for a in of] for of in warm]
+        server.stop()
+    with serving.Server(llama, *persist(store)) as server:
+        found = serve(server, prompts)
+        assert found.cached >= 0.99 * sum(cached(warm))
+        assert found.ids == [a.ids for of in warm for a in of]
+
+
+def test_several_tokenizer_workers_save_at_the_end(llama, prompts, tmp_path):
+    with serving.Server(llama, *persist(tmp_path / "store", "--tokenizer-worker-num", 2)) as server:
+        warm = warm_pass(server, prompts)
+        assert server.stop() < STOP_SECONDS
+        server.start()
+        assert_warm(serve(server, prompts), warm)
