@@ -33,7 +33,9 @@ def test_every_kind_of_model_restarts_warm(prompts, tmp_path, kind, flags):
 def test_tensor_parallelism_survives_damage_and_another_size(llama, prompts, tmp_path):
     """TP2, restarted, with a lost segment of one rank, as TP1, and as TP2 again."""
     store = tmp_path / "store"
-    two = serving.Server(llama, *persist(store, "--tp-size", 2))
+    # Two ranks add in another order than one, and in 16 bits that alone changes outputs of a random model.
+    exact = ("--dtype", "float32")
+    two = serving.Server(llama, *persist(store, "--tp-size", 2, *exact))
     with two:
         warm = warm_pass(two, prompts)
         taken = snapshot(two)
@@ -42,14 +44,14 @@ def test_tensor_parallelism_survives_damage_and_another_size(llama, prompts, tmp
         two.start()
         assert_warm(serve(two, prompts), warm)
         assert two.stop() < STOP_SECONDS
-    with serving.Server(llama, *persist(store)) as one:
+    with serving.Server(llama, *persist(store, *exact)) as one:
         found = status(one)["restore"]
         assert found["tokens_restored"] > 0.9 * found["tokens_total"] > 0, found
         again = serve(one, prompts)
         assert again.cached >= 0.99 * warm.cached
         one.post("/flush_cache")
         cold = serve(one, prompts)
-        assert again.ids == cold.ids
+        assert again.ids == cold.ids == warm.ids
         one.stop()
     with two:
         again = serve(two, prompts)
