@@ -203,10 +203,10 @@ def restore(
         capacity = [pages.capacity(pool) for pool in range(len(pages.pools))]
         if not ranks.alone:
             mine, answers = agreed(
-                ranks, lambda: offer(found.resolved, found.ends, found.segments),
+                ranks, lambda: offer(found.resolved, found.ends, found.segments, found.fits),
                 tell=lambda mine: (mine[0], capacity, least_tokens),
             )  # fmt: skip
-            found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers])
+            found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers], found.fits)
             capacity = [min(of_pool) for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
             least_tokens = answers[0][2]
         resolved, fits = found.resolved, found.fits

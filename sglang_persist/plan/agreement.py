@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_persist.format.segment import SegmentIndex
-from sglang_persist.model import Node
-from sglang_persist.plan.loading import Resolved, node_tokens
+from sglang_persist.plan.loading import Fit, Resolved, is_whole, node_tokens
 
 #: A node that is sound here and not on every other rank.
 ELSEWHERE = "other_rank"
@@ -17,8 +16,8 @@ ELSEWHERE = "other_rank"
 @dataclass(frozen=True)
 class Offer:
     """The sound nodes of a stored tree, parents first, in the order of the manifest: of each what it is (the tokens of
-    its whole path, its start and its space, as a digest), its parent's place in this list or -1, and which pools beside
-    the first hold it, a bit each. `ends`: where paths end, oldest first."""
+    its whole path, its start and its space, as a digest), its parent's place in this list or -1, and which of the
+    engine's pools beside the first get something of it, a bit each. `ends`: where paths end, oldest first."""
 
     ids: list[bytes]
     parents: list[int]
@@ -27,10 +26,12 @@ class Offer:
 
 
 def offer(
-    resolved: Resolved, ends: Sequence[int] | None, segments: Mapping[bytes, SegmentIndex]
+    resolved: Resolved, ends: Sequence[int] | None, segments: Mapping[bytes, SegmentIndex], fits: Sequence[Fit] = ()
 ) -> tuple[Offer, list[int]]:
-    """(what a rank can tell the others of its tree, the node at each place in it)."""
+    """(what a rank can tell the others of its tree, the node at each place in it). `fits`: where each pool of the
+    manifest belongs. Ranks may have their parts from different numbers of stored pools."""
     m, out = resolved.manifest, Offer([], [], [], [])
+    others = {f.pool: [v for v, fit in enumerate(fits) if fit.pool == f.pool] for f in fits if f.pool}
     place: dict[int, int] = {}
     for i, (node, sound) in enumerate(zip(m.nodes, resolved.sound, strict=True)):
         if not sound:
@@ -41,7 +42,7 @@ def offer(
         # Two nodes of one path that was split are not one of the path as a whole.
         out.ids.append(hashlib.blake2b(above + b"|" + tokens, digest_size=16).digest())
         out.parents.append(parent)
-        out.states.append(sum(1 << p for p in range(1, len(m.pools)) if _fills(node, p)))
+        out.states.append(sum(1 << pool for pool, stored in others.items() if is_whole(node, stored)))
         place[i] = len(place)
     if ends is None:
         inner = set(out.parents)
@@ -51,14 +52,11 @@ def offer(
     return out, list(place)
 
 
-def _fills(node: Node, pool: int) -> bool:
-    return sum(p.pages for p in node.pieces if p.pool == pool) == node.pages
-
-
 def in_common(
-    resolved: Resolved, mine: tuple[Offer, Sequence[int]], offers: Collection[Offer]
+    resolved: Resolved, mine: tuple[Offer, Sequence[int]], offers: Collection[Offer], fits: Sequence[Fit] = ()
 ) -> tuple[Resolved, list[int]]:
-    """Of my tree what stands in every offer, in the order of the first of them; and where paths end in it.
+    """Of my tree what stands in every offer, in the order of the first of them; and where paths end in it. With `fits`,
+    what another pool than the first holds of a node stays where all have it.
 
     All ranks come to the same tree, node for node, each with its own pieces.
     """
@@ -75,7 +73,9 @@ def in_common(
         states = where[0][node_id]
         for ids in where:
             states &= ids[node_id]
-        pieces = tuple(p for p in m.nodes[at].pieces if not p.pool or states >> p.pool & 1)
+        pieces = m.nodes[at].pieces
+        if fits:
+            pieces = tuple(p for p in pieces if not fits[p.pool].pool or states >> fits[p.pool].pool & 1)
         place[i] = len(new)
         new.append(replace(m.nodes[at], parent=place.get(parent, -1), pieces=pieces))
         starts.append(resolved.start[at])

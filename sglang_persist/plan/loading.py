@@ -159,17 +159,21 @@ def plan_restore(
     m, refused = resolved.manifest, Counter(resolved.refused)
     sizes, parents = [n.pages for n in m.nodes], [n.parent for n in m.nodes]
     least = -(-min_tokens // m.page_tokens)
-    wanted, short, _ = choose_paths(parents, sizes, capacity_pages[0], least, resolved.sound, ends)
+    sound, needed = resolved.sound, [v for v, fit in enumerate(fits) if fit.pool == 0]
+    if len(needed) > 1:  # of one alone this is known
+        sound = [good and is_whole(node, needed) for good, node in zip(sound, m.nodes, strict=True)]
+        refused["damaged"] += sum(resolved.sound) - sum(sound)
+    wanted, short, _ = choose_paths(parents, sizes, capacity_pages[0], least, sound, ends)
     chosen = set(wanted)
     for i in range(len(m.nodes)):
-        if resolved.sound[i] and i not in chosen:
+        if sound[i] and i not in chosen:
             refused["too_short" if i in short else "no_capacity"] += 1
     held, left = [wanted, *([] for _ in capacity_pages[1:])], list(capacity_pages)
     reads: dict[tuple[int, bytes, int], list[Use]] = {}
     for i in wanted:
         takes = {0}
         for pool in range(1, len(capacity_pages)):
-            if sizes[i] <= left[pool] and _is_whole(m.nodes[i], [v for v, fit in enumerate(fits) if fit.pool == pool]):
+            if sizes[i] <= left[pool] and is_whole(m.nodes[i], [v for v, fit in enumerate(fits) if fit.pool == pool]):
                 held[pool].append(i)
                 left[pool] -= sizes[i]
                 takes.add(pool)
@@ -182,7 +186,7 @@ def plan_restore(
     )
 
 
-def _is_whole(node: Node, pools: Sequence[int]) -> bool:
+def is_whole(node: Node, pools: Sequence[int]) -> bool:
     """Whether all of a node is stored in each of these pools."""
     filled = Counter()
     for p in node.pieces:

@@ -62,7 +62,7 @@ class Home:
 
     def look_around(self, rank: Rank, replicas: int) -> None:
         """Choose what to restore of what other replicas and other cuts of the model have left."""
-        found = sources.find(self.fs, self.path, rank)
+        found = sources.find(self.fs, self.path, rank, replicas, self.manifest is None)
         self.sources = sources.choose(self.manifest, self.path.parent, rank, replicas, found)
 
     @property

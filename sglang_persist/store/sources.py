@@ -59,9 +59,10 @@ class Source:
         return self.parts[0].path.parent
 
 
-def find(fs: FileSystem, own: Path, rank: Rank) -> list[Source]:
+def find(fs: FileSystem, own: Path, rank: Rank, replicas: int, alone: bool) -> list[Source]:
     """The newest complete generation of each replica of each cut that can be mapped, this rank's own apart; the newest
-    one first. `own`: its shard's directory."""
+    one first. `own`: its shard's directory. Not `alone`, it has a generation of its own, and the other replicas of its
+    cut are not looked at."""
     found = []
     for cut in fs.list(own.parent.parent):
         if not cut.is_dir or not names.CUT.fullmatch(cut.name):
@@ -69,7 +70,8 @@ def find(fs: FileSystem, own: Path, rank: Rank) -> list[Source]:
         path = own.parent.parent / cut.name
         shards = [e.name for e in fs.list(path) if e.is_dir and names.SHARD.fullmatch(e.name)]
         for lead in _leads(shards):
-            if path == own.parent and names.group(lead) == names.group(own.name):
+            number = coordinates(lead).get("dp", 0)
+            if path == own.parent and (names.group(lead) == names.group(own.name) or (number < replicas and not alone)):
                 continue
             if source := _source(fs, path / lead, rank):
                 found.append(source)

@@ -88,15 +88,20 @@ class Model:
         cut = {"topology": topology, "page": self.page, "pool": self.kind, "layout": 1}
         return replace(real.IDENTITY, cut=cut)
 
+    def stage(self, pp: int) -> int:
+        """Layers of a stage: the first ones have one more where they do not divide."""
+        return self.layers // self.pp + (pp < self.layers % self.pp)
+
     def start(self, held: int = 0) -> Model:
         """New processes."""
         a, b = head_range(self.heads, self.tp, 0)
         self.engines, self.held = [], held
         for pp in range(self.pp):
+            first = sum(self.stage(i) for i in range(pp))
             for _ in range(self.tp):
                 e = real.engine(
-                    kind=self.kind, page=self.page, size=self.size, layers=self.layers // self.pp, heads=b - a,
-                    dim=self.dim, core=self.core, first_layer=pp * (self.layers // self.pp),
+                    kind=self.kind, page=self.page, size=self.size, layers=self.stage(pp), heads=b - a, dim=self.dim,
+                    core=self.core, first_layer=first,
                 )  # fmt: skip
                 if held:
                     e.allocate(held)
@@ -335,3 +340,28 @@ def test_a_cut_that_does_not_divide_is_refused(tmp_path, prompts):
     wanted = group.model.identity
     assert identity.why_cold(wanted, [Model(2, heads=6).identity]) == "topology_changed"
     group.close()
+
+
+@pytest.mark.parametrize(("pp", "to_pp"), [(4, 3), (3, 2), (2, 3)])
+def test_ranks_that_need_different_numbers_of_shards(tmp_path, prompts, pp, to_pp):
+    """Stages of unequal length: one rank has its layers from one stored shard, another from two or three."""
+    saved(tmp_path, Model(2, pp, layers=4), prompts)
+    model, results = restarted(tmp_path, Model(1, to_pp, layers=4))
+    assert model.check(prompts) == [len(p) for p in prompts]
+    assert all(dict(r.refused) == {} for r in results)
+
+
+def test_windows_of_every_rank_are_there_or_of_none(tmp_path, prompts):
+    group = saved(tmp_path, Model(2, kind="swa"), prompts)
+    (segment,) = group.homes[1].path.glob("*.kvs")
+    index = next(iter(group.homes[1].segments.values()))
+    data = bytearray(segment.read_bytes())
+    data[int(index.offset[int(np.flatnonzero(index.pool == 1)[0])])] ^= 1
+    segment.write_bytes(data)
+    model, _ = restarted(tmp_path, Model(2, kind="swa"))
+    resident = [
+        [window is not None for _, (_, window) in sorted(e.held().items(), key=lambda item: item[0][1])]
+        for e in model.engines
+    ]
+    assert resident[0] == resident[1]
+    assert not all(resident[0])
