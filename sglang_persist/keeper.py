@@ -99,6 +99,8 @@ class Keeper:
         self.home, self.shape, self.settings = home, shape, settings
         #: What was measured in this process or, until then, by those before it.
         self.rates = Rates()
+        #: Whether the other ranks' parts are waited for: not at the end, when they may wait for this rank.
+        self.waits = True
 
     # -------------------------------------------------------------------------------------------- decide
 
@@ -265,6 +267,8 @@ class Keeper:
             if path == home.path:
                 continue
             while not home.fs.exists(path / names.manifest(generation)):
+                if not self.waits:
+                    return added, store_bytes(home.fs, home.root)[1]
                 if time.monotonic() > end:
                     raise SnapshotFailed(f"{path}: generation {generation} was not committed within {timeout:.0f} s")
                 time.sleep(0.02)

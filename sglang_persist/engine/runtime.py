@@ -521,6 +521,7 @@ class Persistence:
         timeout, began = self.settings.shutdown_timeout, time.monotonic()
         hard = began + timeout * HARD_SHARE
         self._queue.clear()
+        self.keeper.waits = False
         self._drive(hard)
         if time.monotonic() < hard and self.writes:
             least = self.keeper.least_tokens() if len(self.shards) == 1 else self._least
