@@ -200,25 +200,18 @@ def restore(
         look = lambda: _look(tree, home, opening, deadline, result)  # noqa: E731
         found, _ = agreed(ranks, look, tell=lambda _found: None)
         go_on = go_on and found.own
-        capacity = [pages.capacity(pool) for pool in range(len(pages.pools))]
-        if not ranks.alone:
-            mine, answers = agreed(
-                ranks, lambda: offer(found.resolved, found.ends, found.segments, found.fits),
-                tell=lambda mine: (mine[0], capacity, least_tokens),
-            )  # fmt: skip
-            found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers], found.fits)
-            capacity = [min(of_pool) for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
-            least_tokens = answers[0][2]
-        resolved, fits = found.resolved, found.fits
-        page = resolved.manifest.page_tokens
-        plan = plan_restore(resolved, fits, [c // page for c in capacity], least_tokens, found.ends)
+        room = [pages.capacity(pool) for pool in range(len(pages.pools))]
+        mine, answers = agreed(
+            ranks, lambda: None if ranks.alone else offer(found.resolved, found.ends, found.segments, found.fits),
+            tell=lambda mine: (mine and mine[0], room, least_tokens),
+        )  # fmt: skip
+        (plan, layouts), _ = agreed(ranks, lambda: _decide(found, mine, answers, ranks.alone), tell=lambda _plan: None)
         result.refused += plan.refused
+        resolved = found.resolved
         if plan.nodes and go_on and settings.restore == "background":
             result.rest = Rest(resolved, plan.chosen, dict(home.segments), found.opened, {})
         elif plan.nodes:
-            m, by_nodes = resolved.manifest, not (ranks.alone and found.own)
-            layouts = [_Layout(plan, pool, fits, m, by_nodes) for pool in range(len(pages.pools))]
-            filling = _Filling(resolved, plan, fits, found.segments, found.opened, [], layouts, deadline, result)
+            filling = _Filling(resolved, plan, found.fits, found.segments, found.opened, [], layouts, deadline, result)
             _fill(tree, pages, home, filling, settings.threads, reads, ranks)
             if filling.late and go_on:
                 result.rest = Rest(resolved, filling.late, dict(home.segments), found.opened, filling.inserted)
@@ -244,6 +237,17 @@ def agreed(ranks: Ranks, work: Callable[[], T], tell: Callable[[T], Any] = lambd
     if not all(done for done, _ in answers):
         raise RanksDisagree("another rank of this engine failed")
     return mine, [answer for _, answer in answers]
+
+
+def _decide(found: _Found, mine, answers: list, alone: bool) -> tuple[LoadPlan, list[_Layout]]:
+    """What to load and where, the same on every rank. `answers`: of each rank its offer, its room and the shortest path
+    that is worth it."""
+    if not alone:
+        found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers], found.fits)
+    m = found.resolved.manifest
+    room = [min(of_pool) // m.page_tokens for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
+    plan = plan_restore(found.resolved, found.fits, room, answers[0][2], found.ends)
+    return plan, [_Layout(plan, pool, found.fits, m, not (alone and found.own)) for pool in range(len(room))]
 
 
 def _open(home: Home, errors: list[str]) -> dict[bytes, Segment]:
@@ -382,7 +386,7 @@ def _runs(rows: np.ndarray) -> np.ndarray:
     """Where, after the first, runs of slots begin that follow each other."""
     step = 1 << 20  # so that what lies between stays small
     found = [np.flatnonzero(np.diff(rows[at : at + step + 1]) != 1) + at + 1 for at in range(0, len(rows), step)]
-    return np.concatenate(found)
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _in_a_row(runs: np.ndarray, begin: int, end: int) -> bool:

@@ -141,6 +141,10 @@ def parts(allocator) -> list[Part]:
             raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
         if allocator.swa_req_ring:
             raise Unsupported("unsupported_pool", "a sliding window that is a ring for each request")
+        for sub_pool in (kv.full_kv_pool, kv.swa_kv_pool):
+            # Others do not know which layers of the model theirs are.
+            if ADAPTERS.get(class_name(sub_pool)) is None or ADAPTERS[class_name(sub_pool)].latent:
+                raise Unsupported("unsupported_pool", f"sliding windows over {class_name(sub_pool)}")
         return [
             _part("full", kv.full_kv_pool, allocator.full_attn_allocator),
             _part("swa", kv.swa_kv_pool, allocator.swa_attn_allocator),

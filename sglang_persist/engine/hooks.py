@@ -92,8 +92,18 @@ def _after_insert(persistence, result, _cache, params, *_args, **_kwargs):
 
 
 @_guarded
-def _after_shutdown(persistence, *_args, **_kwargs):
+def _after_shutdown(persistence, _result, scheduler, *_args, **_kwargs):
+    if not _is_pipeline(scheduler):
+        persistence.shutdown()
+
+
+@_guarded
+def _shutdown(persistence):
     persistence.shutdown()
+
+
+def _is_pipeline(scheduler) -> bool:
+    return getattr(getattr(scheduler, "pp_group", None), "world_size", 1) > 1
 
 
 def _then_leave(_result, scheduler, *_args, **_kwargs):
@@ -102,11 +112,16 @@ def _then_leave(_result, scheduler, *_args, **_kwargs):
 
 
 def _before_pull(*_args, **_kwargs):
-    """The loop went on past its end. By now the next stage of a pipeline has been sent the word to stop; once it has
-    taken it, nothing is left to do here."""
+    """The loop went on past its end. By now the next stage of a pipeline has been sent the word to stop. Once it has
+    taken it, all stages save at the same time, and leave."""
     if _leaving is not None:
-        if work := getattr(_leaving, "send_req_work", None):
-            _leaving._pp_commit_comm_work(work)
+        try:
+            if work := getattr(_leaving, "send_req_work", None):
+                _leaving._pp_commit_comm_work(work)
+        except Exception:
+            logger.exception("the next stage of the pipeline did not take the word to stop")
+        if _is_pipeline(_leaving):
+            _shutdown()
         raise LoopEnds
 
 

@@ -204,6 +204,7 @@ class Device:
 
     def settle(self) -> None:
         self._stream.synchronize()
+        self._module.current_stream(self._device).synchronize()  # slices are written there
         self._sources.clear()
 
 

@@ -225,7 +225,12 @@ class Persistence:
         if home.manifest is not None and home.manifest.pools != self.pages.pools:
             home.manifest = home.fuller = None
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
-        self._on_store(lambda: home.look_around(self._place, self._replicas), deadline)
+        try:
+            self._on_store(lambda: home.look_around(self._place, self._replicas), deadline)
+        except (PersistError, TimeoutError):
+            if home.manifest is None:
+                raise
+            home.sources = []
         if home.manifest is None and not home.sources:
             self._cold(self.why_cold or self._on_store(self._why_cold, deadline), "nothing that fits is stored")
             return
@@ -236,7 +241,8 @@ class Persistence:
             path, generation = first.path, first.manifest.generation
             logger.info("restoring from %s, generation %d", path, generation)
         attempt = None
-        if self.writes:  # of ranks that share a shard, one
+        # Of all that read one shard, one: each that dies counts.
+        if self.writes if path == home.path else self.leader and not self.rank:
             attempt = self._on_store(lambda: attempts.begin(self.fs, path, generation), deadline)
         self._attempted = path, generation, attempt
 
@@ -360,7 +366,7 @@ class Persistence:
 
     def poll(self, received: list) -> None:
         """On the rank that receives requests: add our commands to what is broadcast."""
-        if self._stop_requested:
+        if self._stop_requested and get_parallel().pp_rank == 0:  # later stages are told by the first
             from sglang.srt.managers.io_struct import ShutdownReq
 
             self._stop_requested = False
@@ -378,6 +384,7 @@ class Persistence:
 
     def on_command(self, command: PersistCommand) -> None:
         self._least = command.least_tokens
+        self._generation = max(self._generation, command.generation)
         if self.writes:
             self._queue.append(command)
 
@@ -553,7 +560,7 @@ class Persistence:
             return
         # On the store's thread: a commit that is under way there would bring back what is cleared here.
         self.home.run(self.home.forget_tree)
-        if self.settings.on_flush == "drop":
+        if self.settings.on_flush == "drop" and self.writes:
             self.home.run(self.home.drop).add_done_callback(self._dropped)
 
     def _dropped(self, done) -> None:

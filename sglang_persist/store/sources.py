@@ -68,7 +68,10 @@ def find(fs: FileSystem, own: Path, rank: Rank, replicas: int, alone: bool) -> l
         if not cut.is_dir or not names.CUT.fullmatch(cut.name):
             continue
         path = own.parent.parent / cut.name
-        shards = [e.name for e in fs.list(path) if e.is_dir and names.SHARD.fullmatch(e.name)]
+        try:
+            shards = [e.name for e in fs.list(path) if e.is_dir and names.SHARD.fullmatch(e.name)]
+        except StoreError:
+            continue
         for lead in _leads(shards):
             number = coordinates(lead).get("dp", 0)
             if path == own.parent and (names.group(lead) == names.group(own.name) or (number < replicas and not alone)):
