@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -75,11 +76,12 @@ def test_pipeline_parallelism_ends_in_time_and_restores_into_one(llama, prompts,
         assert "Schedulers still alive" not in server.tail(100_000)
         server.start()
         assert_warm(serve(server, prompts), warm)
-        snapshot(server)
-        assert server.stop(group=True) < STOP_SECONDS
+        extra = warm_pass(server, serving.prompts(1, chars=1500, shared=0, offset=30_000))
+        assert server.stop(signal.SIGINT, group=True) < STOP_SECONDS
         assert_sound(store)
     with serving.Server(llama, *persist(store)) as server:
         assert_warm(serve(server, prompts), warm)
+        assert_warm(serve(server, serving.prompts(1, chars=1500, shared=0, offset=30_000)), extra)
 
 
 def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_path):
