@@ -4,6 +4,7 @@ Each variant has a store of its own and a server, which is stopped and then star
 run. A pass sends the prompts one by one, for one token each: cold, then warm; after a restart: first, then later.
 """
 
+import contextlib
 import os
 import signal
 import statistics
@@ -77,8 +78,12 @@ VARIANTS = [
 
 def on_disk(store: Path) -> dict:
     """Bytes and number of the files, whatever they are for."""
-    files = [Path(at) / name for at, _, names in os.walk(store) for name in names]
-    return {"bytes": sum(path.stat().st_size for path in files), "files": len(files)}
+    sizes = []
+    for at, _, names in os.walk(store):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a temporary file that got its name meanwhile
+                sizes.append((Path(at) / name).stat().st_size)
+    return {"bytes": sum(sizes), "files": len(sizes)}
 
 
 def settle(store: Path) -> None:
