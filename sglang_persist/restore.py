@@ -266,7 +266,7 @@ def _look(tree: Tree, home: Home, opening: Future, deadline: float, result: Rest
     own = () if home.restores_another_cut else (m for m in (home.manifest, home.fuller) if m is not None)
     trees = [(resolve(m, segments), None, [Fit(pool) for pool in range(len(m.pools))]) for m in own]
     for source in home.sources:
-        parts = [TreePart(resolve(p.manifest, segments), None, segments, p.fits) for p in source.parts]
+        parts = [TreePart(resolve(p.manifest, segments), segments, p.fits) for p in source.parts]
         trees.append(joined(parts))
     resolved, ends, fits = trees[0]
     for older, _, _ in trees[1:]:

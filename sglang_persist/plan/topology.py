@@ -156,7 +156,6 @@ class Part:
     """One shard's tree."""
 
     resolved: Resolved
-    ends: list[int] | None
     segments: Mapping[bytes, SegmentIndex]
     fits: tuple[Fit | None, ...]
 
@@ -167,8 +166,8 @@ def joined(parts: Sequence[Part]) -> tuple[Resolved, list[int] | None, list[Fit]
     # The first of all pools must be one that has something of every page.
     parts = sorted(parts, key=lambda part: part.fits[0] is None)
     if len(parts) == 1 and None not in parts[0].fits:
-        return parts[0].resolved, parts[0].ends, list(parts[0].fits)
-    offers = [offer(p.resolved, p.ends, p.segments) for p in parts]
+        return parts[0].resolved, None, list(parts[0].fits)
+    offers = [offer(p.resolved, None, p.segments) for p in parts]
     trees = [in_common(p.resolved, mine, [o for o, _ in offers]) for p, mine in zip(parts, offers, strict=True)]
     fits = [fit for part in parts for fit in part.fits]
     kept = [i for i, fit in enumerate(fits) if fit is not None]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from sglang_persist.errors import FormatError, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
@@ -114,23 +113,12 @@ class Home:
 
     def open_segments(self, errors: list[str], only_unknown: bool = False) -> dict[bytes, Segment]:
         """Open the segments of the chosen generations and learn their indexes; what cannot be opened is in `errors`."""
-        opened: dict[bytes, Segment] = {}
         refs = {ref.id: ref for m in (self.fuller, self.manifest) if m is not None for ref in m.segments}
-        for ref in refs.values():
-            if only_unknown and ref.id in self.segments:
-                continue
-            try:
-                found = shard.open_segment(self.fs, self.path, ref.id, ref)
-            except (FormatError, StoreError) as error:
-                errors.append(str(error))
-                continue
-            if found.index.namespace != self.namespace:
-                found.close()
-                errors.append(f"{found.path}: belongs to namespace {found.index.namespace.hex()}")
-                continue
-            found.index.bad |= self.segments[ref.id].bad if ref.id in self.segments else set()
-            opened[ref.id] = found
-            self.segments[ref.id] = found.index
+        wanted = [ref for ref in refs.values() if not (only_unknown and ref.id in self.segments)]
+        opened = shard.open_segments(self.fs, self.path, wanted, self.namespace, errors)
+        for name, found in opened.items():
+            found.index.bad |= self.segments[name].bad if name in self.segments else set()
+            self.segments[name] = found.index
         return opened
 
     def is_complete(self) -> bool:

