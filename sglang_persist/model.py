@@ -9,6 +9,7 @@ A *record* holds the KV of a run of consecutive pages of one path; a *segment* i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 HASH_BYTES = 32
@@ -49,8 +50,13 @@ class Pool:
     def rows(self, pages: int, page_tokens: int) -> int:
         return pages * page_tokens if self.unit == "slot" else pages
 
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of a row of all buffers."""
+        return sum(b.row_bytes for b in self.buffers)
+
     def bytes(self, pages: int, page_tokens: int) -> int:
-        return self.rows(pages, page_tokens) * sum(b.row_bytes for b in self.buffers)
+        return self.rows(pages, page_tokens) * self.row_bytes
 
 
 class Piece(NamedTuple):

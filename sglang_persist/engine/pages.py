@@ -63,7 +63,7 @@ class KvPages:
 
     def gather(self, pool: int, slots: Sequence[torch.Tensor]) -> Gathered:
         index = self._index(pool, slots[0] if len(slots) == 1 else torch.cat(tuple(slots)))
-        size = len(index) * sum(b.row_bytes for b in self.pools[pool].buffers)
+        size = len(index) * self.pools[pool].row_bytes
         if self._device is not None:
             return self._device.read(self._buffers[pool], index, size)
         out = self._spare.take(size)

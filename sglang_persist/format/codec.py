@@ -121,15 +121,13 @@ def decode(codec: int, frame_bytes: int, stored: memoryview, outs: Sequence[np.n
         if odd or frame_bytes > len(stored) or len(stored) - frame_bytes != size // 2:
             raise Malformed("the planes of a 16-bit part do not have equal length")
         exponents = np.frombuffer(_inflate(stored[:frame_bytes], size // 2), np.uint8)
-        rest, at = np.frombuffer(stored[frame_bytes:], np.uint8), 0
         _, merge = planes.kernels()
-        for out in outs:
-            words, end = out.view("<u2"), at + out.nbytes // 2
-            target = words if words.flags.aligned else np.empty_like(words)
-            merge(exponents[at:end], rest[at:end], target)
-            if target is not words:
-                words[:] = target
-            at = end
+        words = [out.view("<u2") for out in outs]
+        targets = [w if w.flags.aligned else np.empty_like(w) for w in words]
+        merge(exponents, np.frombuffer(stored[frame_bytes:], np.uint8), targets)
+        for word, target in zip(words, targets, strict=True):
+            if target is not word:
+                word[:] = target
     else:
         raise Malformed(f"codec {codec} is not known")
 

@@ -35,6 +35,7 @@ def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
     A node that fails, or stands below one that does, is refused; its siblings are not concerned.
     """
     nodes = list(m.nodes)  # each is looked at many times
+    alike = {key: s for key, s in segments.items() if s.page_tokens == m.page_tokens and s.pools == m.pools}
     out = Resolved(m, [], Counter(), [])
     last_key: list[bytes] = []
     for i, node in enumerate(nodes):
@@ -45,7 +46,7 @@ def resolve(m: Manifest, segments: Mapping[bytes, SegmentIndex]) -> Resolved:
         if parent >= 0 and not out.sound[parent]:
             reason = "parent_refused"
         else:
-            reason, key, pieces = _chain(m, node, start, key, segments)
+            reason, key, pieces = _chain(m, node, start, key, alike)
             if reason is None and len(pieces) != len(node.pieces):
                 nodes[i] = replace(node, pieces=pieces)
         last_key.append(key)
@@ -71,8 +72,6 @@ def _chain(m: Manifest, node: Node, start: int, key: bytes, segments: Mapping[by
             and record < index.records
             and first + piece.pages <= index.pages[record]
             and record not in index.bad
-            and index.page_tokens == m.page_tokens
-            and index.pools == m.pools
             and index.pool[record] == piece.pool
             and index.spaces[index.space[record]] == m.spaces[node.space]
             and int(index.start[record]) + first * m.page_tokens == start + piece.at * m.page_tokens

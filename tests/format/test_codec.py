@@ -70,10 +70,24 @@ def test_compiled_and_plain_planes_are_the_same(first, count):
     for split, merge in (compiled, plain):
         exponents, rest, again = np.zeros(count, "u1"), np.zeros(count, "u1"), np.zeros(count, "<u2")
         split(words, exponents, rest)
-        merge(exponents, rest, again)
+        merge(exponents, rest, np.split(again, sorted((first % (count + 1), count // 2))))
         assert (again == words).all()
         found.append((exponents.tobytes(), rest.tobytes()))
     assert found[0] == found[1]
+
+
+def test_compiled_planes_write_nowhere_else():
+    _, merge = planes.kernels()
+    plane, out = np.zeros(8, "u1"), np.zeros(8, "<u2")
+    short, read_only = out[:7], np.frombuffer(bytes(16), "<u2")
+    shifted = np.zeros(17, "u1")[1:].view("<u2")
+    signed, narrow = out.view("<i2"), out.view("u1")
+    for outs in ([short], [out, out], [out[::2], out[::2]], [read_only], [shifted], [signed], [narrow], []):
+        with pytest.raises(ValueError, match="words"):
+            merge(plane, plane, outs)
+    with pytest.raises(ValueError, match="words"):
+        merge(plane, plane[:7], [out])
+    merge(plane[:0], plane[:0], [])
 
 
 def test_the_codec_works_without_numba(monkeypatch):
