@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sglang_persist.errors import FormatError, SnapshotFailed, StoreBusy, StoreError, StoreFull
 from sglang_persist.format.codec import Codec, choose
@@ -22,6 +23,7 @@ from sglang_persist.plan.breakeven import least_tokens
 from sglang_persist.plan.fitting import newest_part
 from sglang_persist.plan.rewriting import plan_merge, plan_reclaim
 from sglang_persist.plan.saving import Settled
+from sglang_persist.plan.topology import coordinates
 from sglang_persist.store import names, prune, shard
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment
@@ -52,13 +54,18 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all generations of one process have in common. `ranks` is how many shards share the namespace's bytes."""
+    """What all generations of one process have in common."""
 
     identity: Identity
     pools: tuple[Pool, ...]
     page_tokens: int
     shards: tuple[str, ...]
-    ranks: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many shards of this server share the bytes that others leave."""
+        return len(self.shards) * self.replicas
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Ready:
-    """The state of the store before a snapshot. `complete`: whether every rank has its newest generation."""
+    """The state of the store before a snapshot. `complete`: whether every rank has its newest generation, and none a
+    newer one."""
 
     request: SaveRequest
     budget: Budget
@@ -125,6 +133,10 @@ class Keeper:
             return settings.min_tokens
         return least_tokens(self.rates) if settings.hottest >= 1 else 0
 
+    @property
+    def at_ends(self) -> list[int]:
+        return [number for number, pool in enumerate(self.shape.pools) if pool.at_ends]
+
     def record_pages(self, budget: Budget) -> list[int]:
         """How many pages a record may have, in each pool."""
         out, page_tokens = [], self.shape.page_tokens
@@ -133,7 +145,7 @@ class Keeper:
             pages = max(MIN_RECORD_TOKENS, RECORD_TOKENS) // page_tokens
             pages = min(pages, max(MIN_RECORD_TOKENS // page_tokens, RECORD_BYTES // page_bytes))
             # Two records at least in a segment, however small the budget makes it.
-            out.append(max(1, min(pages, budget.segment_bytes // 2 // page_bytes)))
+            out.append(1 if pool.at_ends else max(1, min(pages, budget.segment_bytes // 2 // page_bytes)))
         return out
 
     # ------------------------------------------------------------------------------------------- measure
@@ -144,12 +156,19 @@ class Keeper:
         # What else lies in the directory is not the store's.
         models = [e.name for e in home.fs.list(home.root) if e.is_dir and names.MODEL.fullmatch(e.name)]
         store = sum(store_bytes(home.fs, home.root / name)[1] for name in models)
-        namespace, own = (store_bytes(home.fs, p)[1] for p in (home.path.parent, home.path))
+        ours = sum(store_bytes(home.fs, p)[1] for p in self._shards())
+        own = store_bytes(home.fs, home.path)[1]
         if whole:
             total = min(self.settings.max_bytes.of(whole), store + free - self.settings.min_free.of(whole))
         else:  # a file system that does not tell its size: only a limit in bytes can be held
             total = self.settings.max_bytes.bytes or 1 << 62
-        return Budget(total, (total - (store - namespace)) // self.shape.ranks, own)
+        return Budget(total, (total - (store - ours)) // self.shape.ranks, own)
+
+    def _shards(self) -> list[Path]:
+        """The directories of this server's ranks: those of replicas that are no more are not among them."""
+        cut = self.home.path.parent
+        found = [e.name for e in self.home.fs.list(cut) if e.is_dir and names.SHARD.fullmatch(e.name)]
+        return [cut / name for name in found if coordinates(name).get("dp", 0) < self.shape.replicas]
 
     # ---------------------------------------------------------------------------------------------- move
 
@@ -193,7 +212,7 @@ class Keeper:
             raise StoreFull(f"{home.root}: a segment, a tenth of the budget of {budget.total} bytes, holds no page")
         for index in home.segments.values():
             index.sort()
-        return Ready(request, budget, home.is_complete())
+        return Ready(request, budget, home.is_complete() and not home.is_behind())
 
     def make_room(self, wanted: int) -> Budget:
         """Retire old generations, oldest first, here and where no server writes, until `wanted` bytes have room."""
@@ -204,7 +223,8 @@ class Keeper:
         # Of what other namespaces give up, each rank has its part.
         missing = (wanted - budget.room) * self.shape.ranks
         since = time.time() - RECENT
-        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, since, home.path.parent)
+        ours = self._shards()
+        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, since, lambda path: path in ours)
         try:
             prune.execute(home.fs, plan)
         finally:
@@ -308,6 +328,7 @@ class Keeper:
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
             rates=self.rates,
+            taken=dict(home.taken),
         )
         size = commit(home.fs, home.path, manifest, again or request.generation == home.generation)
         # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.

@@ -8,6 +8,7 @@ A *record* holds the KV of a run of consecutive pages of one path; a *segment* i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Pool:
-    """Buffers that are addressed by the same slots. `unit` is "slot" (a row a token) or "page" (a row a page)."""
+    """Buffers that are addressed by the same slots. `unit` is "slot" (a row a token), "page" (a row a page) or "state"
+    (a row for the end of a node: what the model has in place of KV after the whole path)."""
 
     name: str
     unit: str
@@ -49,6 +51,11 @@ class Pool:
 
     def rows(self, pages: int, page_tokens: int) -> int:
         return pages * page_tokens if self.unit == "slot" else pages
+
+    @property
+    def at_ends(self) -> bool:
+        """Whether of a node only its last page can have something here."""
+        return self.unit == "state"
 
     @cached_property
     def row_bytes(self) -> int:
@@ -136,3 +143,6 @@ class Manifest:
     stored_bytes: int
     left_out_tokens: int = 0
     rates: Rates = Rates()
+    #: Of other replicas, by the group that their shards' names begin with, the newest generation that this tree was
+    #: restored from.
+    taken: Mapping[str, int] = field(default_factory=dict)

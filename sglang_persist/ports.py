@@ -39,11 +39,17 @@ class Tree(Protocol):
         Right also after a split: the id stays with the lower half, whose path still holds the positions asked for.
         """
 
-    def insert(self, space: Space, tokens: np.ndarray, slots, matched: int, absent: Sequence[int] = ()) -> int | None:
+    def state(self, node: TreeNode):
+        """The slot of the state that the model has after the whole path; None where there is none any more."""
+
+    def insert(
+        self, space: Space, tokens: np.ndarray, slots, matched: int, absent: Sequence[int] = (), state=None
+    ) -> int | None:
         """Insert a path whose first `matched` positions are there already. Returns the id of its last node.
 
-        `slots` covers the whole path. `absent`: pools beside the first that hold nothing of what is new. None: the tree
-        did not take it, and its new slots are still the caller's.
+        `slots` covers the whole path. `absent`: pools beside the first that hold nothing of what is new. `state`: the
+        slot of the state after it, without which a tree of states takes nothing. None: the tree did not take it, and
+        its new slots are still the caller's.
         """
 
     def matched(self, space: Space, tokens: np.ndarray) -> tuple[int, Any]:
@@ -54,6 +60,9 @@ class Tree(Protocol):
 
     def use(self, node_id: int) -> None:
         """Make a path the most recently used one."""
+
+    def refresh(self, space: Space, tokens: np.ndarray, node_id: int) -> None:
+        """The same of a path whose tokens are at hand, and the node that it ends with."""
 
 
 class Ranks(Protocol):
@@ -104,10 +113,10 @@ class Pages(Protocol):
         """Tokens that the first pool holds in all."""
 
     def capacity(self, pool: int = 0) -> int:
-        """Tokens that a restore may take."""
+        """Slots that a restore may take: one for each token, or, of a pool of states, for each state."""
 
-    def allocate(self, tokens: int, pool: int = 0):
-        """Slots for so many tokens, or None."""
+    def allocate(self, count: int, pool: int = 0):
+        """So many slots, or None."""
 
     def free(self, slots, pool: int = 0) -> None: ...
 

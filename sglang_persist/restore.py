@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -27,10 +27,21 @@ from sglang_persist.errors import FormatError, RanksDisagree, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Piece
 from sglang_persist.plan.agreement import in_common, offer
-from sglang_persist.plan.loading import Fit, LoadPlan, Read, Resolved, Use, node_tokens, plan_restore, resolve
+from sglang_persist.plan.loading import (
+    NO_STATE,
+    Fit,
+    LoadPlan,
+    Read,
+    Resolved,
+    Use,
+    leading,
+    node_tokens,
+    plan_restore,
+    resolve,
+)
 from sglang_persist.plan.topology import Part as TreePart
 from sglang_persist.plan.topology import joined, paged
-from sglang_persist.plan.tree import Known
+from sglang_persist.plan.tree import Known, TreeNode
 from sglang_persist.plan.union import union
 from sglang_persist.ports import ALONE, Pages, Ranks, Tree
 from sglang_persist.store.home import Home
@@ -55,6 +66,8 @@ class RestoreResult:
     load_seconds: float = 0.0
     insert_seconds: float = 0.0
     nodes: int = 0
+    #: Whether all that was chosen could be read.
+    whole: bool = True
     #: Over the inserted nodes in order: ranks with equal digests have equal trees.
     digest: Any = field(default_factory=hashlib.sha256)
     #: What was not loaded in time, or not to be waited for, and can go on while the engine serves.
@@ -68,13 +81,16 @@ class _Layout:
     belong. By nodes: a node lies together, wherever its bytes come from, and in the same place on every rank.
     """
 
-    def __init__(self, plan: LoadPlan, pool: int, fits: Sequence[Fit], m: Manifest, by_nodes: bool):
-        self._page, self._begin, self.tokens = m.page_tokens, {}, 0
+    def __init__(self, plan: LoadPlan, pool: int, at_ends: bool, fits: Sequence[Fit], m: Manifest, by_nodes: bool):
+        #: Slots of a page, and in all.
+        self._page, self.slots = 1 if at_ends else m.page_tokens, 0
+        self._begin: dict[tuple[int, int], int] = {}
         #: node -> its runs in order, (first page of the node, begin, end).
         self.runs: dict[int, list[tuple[int, int, int]]] = {}
         if by_nodes:
             for i in plan.held[pool]:
-                self._add(i, 0, m.nodes[i].pages)
+                pages = m.nodes[i].pages
+                self._add(i, *((pages - 1, 1) if at_ends else (0, pages)))
         else:
             for read in plan.reads:
                 if fits[read.pool].pool == pool:
@@ -84,8 +100,8 @@ class _Layout:
                 runs.sort()
 
     def _add(self, node: int, at: int, pages: int) -> None:
-        begin, self.tokens = self.tokens, self.tokens + pages * self._page
-        self.runs.setdefault(node, []).append((at, begin, self.tokens))
+        begin, self.slots = self.slots, self.slots + pages * self._page
+        self.runs.setdefault(node, []).append((at, begin, self.slots))
         self._begin[node, at] = begin
 
     def places(self, uses: Sequence[Use]) -> list[tuple[Use, int, int]]:
@@ -126,6 +142,7 @@ class _Filling:
     shared: dict[int, list] = field(default_factory=dict)
 
     def fail(self, read: Read, reason: str) -> None:
+        self.result.whole = False
         pool = self.fits[read.pool].pool
         if pool:
             self.lacking.update((pool, use.node) for use in read.uses)
@@ -205,7 +222,9 @@ def restore(
             ranks, lambda: None if ranks.alone else offer(found.resolved, found.ends, found.segments, found.fits),
             tell=lambda mine: (mine and mine[0], room, least_tokens),
         )  # fmt: skip
-        (plan, layouts), _ = agreed(ranks, lambda: _decide(found, mine, answers, ranks.alone), tell=lambda _plan: None)
+        (plan, layouts), _ = agreed(
+            ranks, lambda: _decide(found, mine, answers, pages, ranks.alone), tell=lambda _plan: None
+        )
         result.refused += plan.refused
         resolved = found.resolved
         if plan.nodes and go_on and settings.restore == "background":
@@ -239,15 +258,18 @@ def agreed(ranks: Ranks, work: Callable[[], T], tell: Callable[[T], Any] = lambd
     return mine, [answer for _, answer in answers]
 
 
-def _decide(found: _Found, mine, answers: list, alone: bool) -> tuple[LoadPlan, list[_Layout]]:
+def _decide(found: _Found, mine, answers: list, pages: Pages, alone: bool) -> tuple[LoadPlan, list[_Layout]]:
     """What to load and where, the same on every rank. `answers`: of each rank its offer, its room and the shortest path
     that is worth it."""
     if not alone:
         found.resolved, found.ends = in_common(found.resolved, mine, [o for o, _, _ in answers], found.fits)
     m = found.resolved.manifest
-    room = [min(of_pool) // m.page_tokens for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
+    at_ends = [pool.at_ends for pool in pages.pools]
+    slots = [min(of_pool) for of_pool in zip(*(c for _, c, _ in answers), strict=True)]
+    room = [count if ends else count // m.page_tokens for count, ends in zip(slots, at_ends, strict=True)]
     plan = plan_restore(found.resolved, found.fits, room, answers[0][2], found.ends)
-    return plan, [_Layout(plan, pool, found.fits, m, not (alone and found.own)) for pool in range(len(room))]
+    by_nodes = not (alone and found.own)
+    return plan, [_Layout(plan, pool, ends, found.fits, m, by_nodes) for pool, ends in enumerate(at_ends)]
 
 
 def _open(home: Home, errors: list[str]) -> dict[bytes, Segment]:
@@ -301,7 +323,7 @@ def _fill(
 
     def load() -> tuple[dict[int, str], set[tuple[int, int]]]:
         for pool, layout in enumerate(filling.layouts):
-            filling.slots.append(pages.allocate(layout.tokens, pool))
+            filling.slots.append(pages.allocate(layout.slots, pool))
         _load(pages, filling, threads, reads)
         pages.settle()
         return filling.failed, filling.lacking
@@ -407,32 +429,47 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
     own: dict[int, np.ndarray] = {}  # of nodes that are needed again, for what stands below or for their own sake
     again = {m.nodes[i].parent for i in f.plan.nodes} | {i for i, n in Counter(f.plan.nodes).items() if n > 1}
     came, late, others = set(), set(f.late), range(1, len(pages.pools))
+    # A tree of states takes a path only together with the state after it: nodes that have none come into it with the
+    # next one below them that has.
+    states = next((pool for pool in others if pages.pools[pool].at_ends), None)
+    stateful = set() if states is None else {i for i in f.layouts[states].runs if (states, i) not in f.lacking}
+    leads = None if states is None else leading([n.parent for n in m.nodes], stateful)
+    waiting: set[int] = set()
 
     def tokens_of(i: int) -> np.ndarray:
         extra, path = m.spaces[m.nodes[i].space].extra_tokens, f.path(i)
         return np.concatenate([own[path[0]], *(own[k][extra:] for k in path[1:])])
 
-    def put(i: int, matched: int, absent: Sequence[int]) -> int | None:
-        return tree.insert(m.spaces[m.nodes[i].space], tokens_of(i), f.slots_of(f.path(i)), matched, absent)
+    def put(i: int, matched: int, absent: Sequence[int], state=None) -> int | None:
+        return tree.insert(m.spaces[m.nodes[i].space], tokens_of(i), f.slots_of(f.path(i)), matched, absent, state)
 
-    def put_rest(i: int, start: int, end: int) -> int | None:
-        """A node of which another brought the beginning: it was split while the generation was being saved."""
-        space, tokens = m.spaces[m.nodes[i].space], tokens_of(i)
+    def put_rest(run: list[int], state) -> int | None:
+        """Nodes, one below the other, of which another path brought the beginning: it was split while the generation
+        was being saved."""
+        i, at = run[-1], f.resolved.start[run[0]]
+        space, tokens, end = m.spaces[m.nodes[i].space], tokens_of(i), f.resolved.start[i] + len(own[i])
         there, slots = tree.matched(space, tokens)
-        if not start < there <= end:
+        if not at < there <= end:
             return None
-        before, ours, at = [], [], start
-        for run in f.own(0, i):
-            cut = min(max(there - at, 0), len(run))
-            before += [run[:cut]] if cut else []
-            ours += [run[cut:]] if cut < len(run) else []
-            at += len(run)
-        found = tree.insert(space, tokens, [slots, *ours], there, others)
+        before, ours, shared = [], [], {}
+        for k in run:
+            shared[k] = [slots[at : at + m.nodes[k].pages * m.page_tokens]]
+            for part in f.own(0, k):
+                cut = min(max(there - at, 0), len(part))
+                before += [part[:cut]] if cut else []
+                if cut < len(part):
+                    ours.append(part[cut:])
+                    shared[k].append(part[cut:])
+                at += len(part)
+        found = tree.insert(space, tokens, [slots, *ours], there, absent_of(()), state)
         if found is not None:
-            f.shared[i] = [slots[start:], *ours]
-            for run in before:
-                pages.free(run)
+            f.shared.update(shared)
+            for part in before:
+                pages.free(part)
         return found
+
+    def absent_of(linked: Collection[int]) -> list[int]:
+        return [pool for pool in others if pool != states and pool not in linked]
 
     def sound(piece: Piece) -> bool:
         return piece.record not in home.segments[piece.segment].bad
@@ -444,31 +481,50 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
         end = start + node.pages * m.page_tokens
         if i in came:
             if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake
-                put(i, end, ())
+                put(i, end, ()) if states is None else tree.refresh(space, tokens_of(i), f.inserted[i])
             continue
         came.add(i)
-        reason = f.failed.get(i) or ("parent_refused" if node.parent >= 0 and node.parent not in f.inserted else None)
+        reason = f.failed.get(i)
+        if node.parent >= 0 and node.parent not in f.inserted and node.parent not in waiting:
+            reason = reason or "parent_refused"
+        if leads is not None and i not in leads:
+            reason = reason or NO_STATE
         if reason is None:
             own[i] = node_tokens(m, node, f.segments)
-            linked = [p for p in others if i in f.layouts[p].runs and (p, i) not in f.lacking]
+            if states is not None and i not in stateful:
+                waiting.add(i)
+                continue
+            above = []
+            while (parent := m.nodes[above[-1] if above else i].parent) in waiting:
+                above.append(parent)
+            state = f.own(states, i)[0] if states is not None else None
+            linked = [p for p in others if p != states and i in f.layouts[p].runs and (p, i) not in f.lacking]
             for pool in linked:
                 pages.link(pool, f.own(0, i), f.own(pool, i))
-            found = put(i, start, [p for p in others if p not in linked])
+            found = put(i, f.resolved.start[above[-1]] if above else start, absent_of(linked), state)
             if found is not None:
                 f.linked.update((pool, i) for pool in linked)
             else:
                 for pool in linked:
                     pages.link(pool, f.own(0, i), None)
-                found = put_rest(i, start, end)
+                found = put_rest([*reversed(above), i], state)
             if found is None:
                 reason = "not_taken"
             else:
-                f.inserted[i] = found
-                result.digest.update(repr((space, start)).encode() + own[i].astype("<i8").tobytes())
+                # Where another path has brought this very node, it has its state already.
+                if states is not None and int(tree.state(TreeNode(found, -1, start, end))[0]) == int(state[0]):
+                    f.linked.add((states, i))
+                for k in (*reversed(above), i):
+                    waiting.discard(k)
+                    f.inserted[k] = found
+                    begin = f.resolved.start[k]
+                    result.digest.update(repr((space, begin)).encode() + own[k].astype("<i8").tobytes())
+                    result.tokens += m.nodes[k].pages * m.page_tokens
                 if all(p.segment in home.segments for p in node.pieces) and m.page_tokens == tree.page_tokens:
                     home.known[found] = Known(start, end, space, tuple(p for p in node.pieces if sound(p)))
-                result.tokens += end - start
             if i not in again:
                 del own[i]
         if reason:
             result.refused[reason] += 1
+    if waiting:
+        result.refused["not_taken"] += len(waiting)

@@ -22,7 +22,7 @@ from sglang_persist.errors import FormatError, StoreError, StoreFull
 from sglang_persist.format.segment import RecordKey
 from sglang_persist.keeper import TREE_SHARE, Budget, Keeper, SaveRequest
 from sglang_persist.model import HASH_BYTES
-from sglang_persist.plan.fitting import fit, new_sizes, restrict
+from sglang_persist.plan.fitting import fit, new_sizes, restrict, up_to_states
 from sglang_persist.plan.paths import select
 from sglang_persist.plan.saving import SavePlan, plan_save, settle
 from sglang_persist.plan.tree import Content, TreeNodes
@@ -122,7 +122,14 @@ def _plan(
     segments = {k: index for k, index in home.segments.items() if index.pools == keeper.shape.pools}
     return (
         yield from plan_save(
-            nodes, tree.content, home.known, segments, tree.page_tokens, keeper.record_pages(budget), pages
+            nodes,
+            tree.content,
+            home.known,
+            segments,
+            tree.page_tokens,
+            keeper.record_pages(budget),
+            pages,
+            keeper.at_ends,
         )
     )
 
@@ -143,6 +150,7 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
     for smaller in fit(plan, home.segments, page_bytes, budget.cap * TREE_SHARE):
         plan = smaller
         yield None
+    plan = up_to_states(plan, keeper.at_ends)
     wanted, stored = sum(new_sizes(plan, page_bytes)), (yield from settle(plan))
     # Where all that is stored is colder, and so is to go, one segment may be written before it does.
     room = budget.room_for_one
@@ -150,7 +158,7 @@ def _within_budget(tree: Tree, keeper: Keeper, plan: SavePlan) -> Generator[Wait
         budget = yield from _finish(home.run(lambda: keeper.shrink(stored, wanted)))
         # What is stored of the nodes has moved.
         plan, room = (yield from _plan(tree, keeper, plan.nodes, budget, plan.pages)), budget.room
-    plan = restrict(plan, new_sizes(plan, page_bytes), max(0, room), of_new=True)
+    plan = up_to_states(restrict(plan, new_sizes(plan, page_bytes), max(0, room), of_new=True), keeper.at_ends)
     if not len(plan.nodes):
         yield from _finish(home.run(keeper.hold))
         raise StoreFull(f"{home.root}: no room for a page of KV: {budget.cap} bytes for this rank")
@@ -194,8 +202,11 @@ class _Reader:
             live = self._plan.nodes[node]
             start = live.start + first * tree.page_tokens
             found = self._content(node)
-            slots = found and tree.slots(live, start, start + pages * tree.page_tokens)
-            slots = slots if slots is None else self._pages.of_pool(pool, slots)
+            if self._pages.pools[pool].at_ends:
+                slots = found and tree.state(live)
+            else:
+                slots = found and tree.slots(live, start, start + pages * tree.page_tokens)
+                slots = slots if slots is None else self._pages.of_pool(pool, slots)
             if slots is None:  # evicted since it was planned, so everything below it is gone as well
                 break
             parts.append((found, start, first, pages))

@@ -221,6 +221,7 @@ def little_store(page_tokens: int = 1, setting: str = "auto", seed: int = 7) -> 
         raw_bytes=raw_bytes,
         stored_bytes=sum(int(i.stored.sum()) for i in indexes),
         left_out_tokens=5,
+        taken={"dp1-adp0": 2},
     )
     return LittleStore(page_tokens, POOLS, nodes, segments, m)
 

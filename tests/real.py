@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.rust_tree_core import adapter
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 
@@ -25,7 +30,8 @@ from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree
 from sglang_persist.model import Identity
 
-FULL, SWA = ComponentType.FULL, ComponentType.SWA
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+COMPONENTS = {"swa": (FULL, SWA), "linear": (FULL, MAMBA)}
 #: Of sliding-window pools.
 WINDOW = 32
 IDENTITY = Identity(
@@ -45,6 +51,9 @@ class Engine:
     tree: LiveTree
     pages: KvPages
     size: int
+    requests: ReqToTokenPool
+    #: Pools of draft models, which have rows in the first pool's slots.
+    drafts: tuple = ()
     #: KV as models make it, which compresses; else every bit is random.
     normal: bool = False
 
@@ -54,11 +63,15 @@ class Engine:
         key = key.page_aligned(self.cache.page_size)
         matched, last, _ = self.cache.tree_core.match_full_device_prefix(key)
         prefix = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())[:matched]
-        new = self.allocate(len(key) - matched)
-        for pool in range(len(self.pages.pools)):
-            self.fill(pool, self.pages.of_pool(pool, new))
+        new, state = self.allocate(len(key) - matched), None
+        for number, pool in enumerate(self.pages.pools):
+            if pool.at_ends:
+                state = self.requests.mamba_allocator.alloc(1).clone()
+            self.fill(number, state if pool.at_ends else self.pages.of_pool(number, new))
         value = torch.cat([prefix, new])
-        self.inserted(InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched))
+        self.inserted(
+            InsertParams(key=key, value=value, prev_prefix_len=matched, inserted_len=matched, mamba_value=state)
+        )
         return key
 
     def put_again(self, tokens) -> None:
@@ -69,7 +82,7 @@ class Engine:
         old = self.cache.tree_core.collect_full_device_indices(last, self.cache.root_node_handle())
         new = self.allocate(len(key))
         self.fill(0, new)
-        for buffer, per_page in buffers(self.pool)[0]:
+        for buffer, per_page in self.buffers()[0]:
             rows, page = buffer.view(torch.uint8), self.cache.page_size
             rows[_rows(new[: len(old)], per_page, page)] = rows[_rows(old, per_page, page)]
         self.fill(1, self.pages.of_pool(1, new))
@@ -82,9 +95,28 @@ class Engine:
         self.allocator.set_full_to_swa_mapping(full, self.allocator.swa_attn_allocator.alloc(count))
         return full
 
+    def buffers(self) -> list[list[tuple[torch.Tensor, bool]]]:
+        first, *others = buffers(self.pool)
+        if isinstance(self.pool, HybridLinearKVPool):
+            held = self.pool.mamba_pool.mamba_cache
+            others = [[(layer, False) for tensor in (*held.conv, held.temporal) for layer in tensor]]
+        return [first + [b for draft in self.drafts for b in buffers(draft)[0]], *others]
+
+    def states(self) -> dict[tuple, bytes]:
+        """What the model has after paths that end with a node that has a state, read past our own code."""
+        nodes, out, tokens = list(self.tree.nodes()), {}, []
+        for node in nodes:
+            content = self.tree.content(node)
+            above = tokens[node.parent] if node.parent >= 0 else ()
+            tokens.append((*above, *content.tokens.tolist()))
+            slot = self.cache.tree_core.get_component_device_value(node.id, MAMBA)
+            if slot is not None:
+                out[content.space, tokens[-1]] = b"".join(_bytes(b, slot) for b, _ in self.buffers()[1])
+        return out
+
     def fill(self, pool: int, slots: torch.Tensor) -> None:
         """Random KV in every buffer of a pool."""
-        for buffer, per_page in buffers(self.pool)[pool]:
+        for buffer, per_page in self.buffers()[pool]:
             rows, where = buffer.view(torch.uint8), _rows(slots, per_page, self.cache.page_size)
             if self.normal:
                 buffer[where] = torch.randn(buffer[where].shape).to(buffer.dtype)
@@ -142,7 +174,7 @@ class Engine:
                     slots.append(self.allocator.full_to_swa_index_mapping[slots[0]])
                 out[space, tokens[: at + page + space.extra_tokens]] = tuple(
                     b"".join(_bytes(b, _rows(own, per_page, page)) for b, per_page in of_pool) if own.all() else None
-                    for of_pool, own in zip(buffers(self.pool), slots, strict=True)
+                    for of_pool, own in zip(self.buffers(), slots, strict=False)
                 )
         return out
 
@@ -156,6 +188,8 @@ class Engine:
         """An allocator for each pool."""
         if isinstance(self.allocator, SWATokenToKVPoolAllocator):
             return [self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator]
+        if isinstance(self.pool, HybridLinearKVPool):
+            return [self.allocator, self.requests.mamba_allocator]
         return [self.allocator]
 
     def check_evictable(self, held: int = 0) -> None:
@@ -175,6 +209,8 @@ def buffers(pool) -> list[list[tuple[torch.Tensor, bool]]]:
     With each, whether it has a row for a page and not for a slot."""
     if isinstance(pool, SWAKVPool):
         return [*buffers(pool.full_kv_pool), *buffers(pool.swa_kv_pool)]
+    if isinstance(pool, HybridLinearKVPool):
+        return buffers(pool.full_kv_pool)
     names = ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer",
              "index_k_with_scale_buffer")  # fmt: skip
     return [[(t, t.shape[0] < pool.size) for name in names for t in getattr(pool, name, None) or () if t.numel()]]
@@ -189,6 +225,8 @@ def named(e: Engine, pool=None) -> list[tuple[str, torch.Tensor, Callable]]:
         window = named(e, pool.swa_kv_pool)
         window = [(name, b, lambda slots, pick=pick: pick(mapping[slots])) for name, b, pick in window]
         return named(e, pool.full_kv_pool) + window
+    if isinstance(pool, HybridLinearKVPool):
+        return named(e, pool.full_kv_pool)
 
     def pick(slots):
         return (slots // page, slice(None), slots % page) if getattr(pool, "use_hnd", False) else slots
@@ -258,6 +296,38 @@ def make_pool(
         return memory_pool.MHATokenToKVPool(dtype=dtype, **mha)
 
 
+#: Of linear attention: layers, and states that there is room for.
+LINEAR_LAYERS, STATES = [0, 2, 3], 64
+
+
+def make_requests(kind: str, states: int) -> ReqToTokenPool:
+    common = {"size": 8, "max_context_len": 2048, "device": "cpu", "enable_memory_saver": False}
+    if kind != "linear":
+        return ReqToTokenPool(**common)
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=32, n_groups=1, num_heads=4, head_dim=8, state_size=16, conv_kernel=4
+    )
+    params = Mamba2CacheParams(
+        shape=shape, layers=LINEAR_LAYERS, dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    )
+    return HybridReqToTokenPool(
+        **common, mamba_size=states, mamba_spec_state_size=8, cache_params=params, mamba_layer_ids=LINEAR_LAYERS,
+        enable_mamba_extra_buffer=False,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def linear_settings():
+    """What the tree's component for states asks of the server's settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        settings = SimpleNamespace(mamba=SimpleNamespace(mamba_max_states_per_path=-1))
+        for module in (mamba, adapter):
+            patch.setattr(module, "mamba_cache_chunk_size", lambda: 64)
+            patch.setattr(module, "get_exec", lambda: settings, raising=False)
+        patch.setattr(mamba, "mamba_checkpoint_grid", lambda _page: 64, raising=False)
+        yield
+
+
 def make_allocator(pool, size: int, page: int, dtype):
     if isinstance(pool, SWAKVPool):
         return SWATokenToKVPoolAllocator(size, pool.size_swa, page, dtype, "cpu", pool, need_sort=False)
@@ -268,21 +338,30 @@ def make_allocator(pool, size: int, page: int, dtype):
 
 def engine(
     core="rust", page=1, bigram=False, size=4096, layers=2, heads=2, dim=16, dtype=torch.bfloat16, policy="lru",
-    locked=(), keyed=True, normal=False, kind="mha", window_size=2048, first_layer=0,
+    locked=(), keyed=True, normal=False, kind="mha", window_size=2048, first_layer=0, drafts=(), media=None,
+    states=STATES,
 ) -> Engine:
-    pool = make_pool(kind, size, page, layers, heads, dim, dtype, window_size, first_layer)
+    requests = make_requests(kind, states)
+    if kind == "linear":
+        pool = HybridLinearKVPool(
+            size=size, dtype=dtype, page_size=page, head_num=heads, head_dim=dim, full_attention_layer_ids=[1, 4],
+            device="cpu", mamba_pool=requests.mamba_pool,
+        )  # fmt: skip
+    else:
+        pool = make_pool(kind, size, page, layers, heads, dim, dtype, window_size, first_layer)
     allocator = make_allocator(pool, size, page, dtype)
-    requests = ReqToTokenPool(size=8, max_context_len=2048, device="cpu", enable_memory_saver=False)
-    components = (FULL, SWA) if kind == "swa" else (FULL,)
-    cache = UnifiedRadixCache(
-        CacheInitParams(
-            disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page,
-            is_eagle=bigram, eviction_policy=policy, tree_components=components, tree_core_backend=core,
-            sliding_window_size=WINDOW if kind == "swa" else None,
-        )
-    )  # fmt: skip
-    tree = LiveTree(cache, policy, lambda: list(locked), keyed)
-    return Engine(cache, allocator, pool, tree, KvPages(allocator), size, normal)
+    with linear_settings() if kind == "linear" else contextlib.nullcontext():
+        cache = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page,
+                is_eagle=bigram, eviction_policy=policy, tree_components=COMPONENTS.get(kind, (FULL,)),
+                tree_core_backend=core, sliding_window_size=WINDOW if kind == "swa" else None,
+            )
+        )  # fmt: skip
+    tree = LiveTree(cache, policy, lambda: list(locked), keyed, media)
+    drafts = tuple(make_pool(draft, size, page, 1, 2 * heads, dim, dtype, window_size, layers) for draft in drafts)
+    pages = KvPages(allocator, drafts=drafts, requests=requests)
+    return Engine(cache, allocator, pool, tree, pages, size, requests, drafts, normal)
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> list[int]:

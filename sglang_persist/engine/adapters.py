@@ -119,23 +119,35 @@ ADAPTERS: dict[str, Adapter] = {
 }  # fmt: skip
 #: Pools that consist of others.
 SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+LINEAR_POOL, LINEAR_REQUESTS = _POOLS + "HybridLinearKVPool", _POOLS + "HybridReqToTokenPool"
+STATE_POOL, STATE_ALLOCATOR = _POOLS + "MambaPool", _ALLOCATORS + "mamba.MambaSlotAllocator"
 #: Allocators of one pool.
 ALLOCATORS = {_ALLOCATORS + "token.TokenToKVPoolAllocator", _ALLOCATORS + "paged.PagedTokenToKVPoolAllocator"}
 SWA_ALLOCATOR = _ALLOCATORS + "swa.SWATokenToKVPoolAllocator"
 
 
 class Part(NamedTuple):
-    """One pool of a model: what is stored of it, and the allocator of its slots."""
+    """One pool of a model: what is stored of it, and the allocator of its slots. `layout` and `latent` as in `Adapter`,
+    of all classes that it consists of."""
 
     pool: Pool
     tensors: list[torch.Tensor]
     allocator: object
-    adapter: Adapter
+    layout: int
+    latent: bool
 
 
-def parts(allocator) -> list[Part]:
-    """The pools behind an allocator, the one first that has something of every page. Raises Unsupported."""
+def parts(allocator, drafts: Sequence[object] = (), requests: object = None) -> list[Part]:
+    """The pools behind an allocator, the one first that has something of every page. `drafts`: the pools of draft
+    models, whose rows belong to the same slots and are buffers of that first one. `requests`: the engine's pool of
+    requests, which has the states of linear attention. Raises Unsupported."""
     kv = allocator.get_kvcache()
+    if class_name(kv) == LINEAR_POOL:
+        if drafts:
+            raise Unsupported("unsupported_speculation", "draft models beside states of linear attention")
+        if ADAPTERS.get(class_name(kv.full_kv_pool)) is None or ADAPTERS[class_name(kv.full_kv_pool)].latent:
+            raise Unsupported("unsupported_pool", f"linear attention beside {class_name(kv.full_kv_pool)}")
+        return [_part("full", kv.full_kv_pool, allocator), _states(requests)]
     if class_name(kv) == SWA_POOL:
         if class_name(allocator) != SWA_ALLOCATOR:
             raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
@@ -146,23 +158,60 @@ def parts(allocator) -> list[Part]:
             if ADAPTERS.get(class_name(sub_pool)) is None or ADAPTERS[class_name(sub_pool)].latent:
                 raise Unsupported("unsupported_pool", f"sliding windows over {class_name(sub_pool)}")
         return [
-            _part("full", kv.full_kv_pool, allocator.full_attn_allocator),
+            _part("full", kv.full_kv_pool, allocator.full_attn_allocator, drafts),
             _part("swa", kv.swa_kv_pool, allocator.swa_attn_allocator),
         ]
-    return [_part("kv", kv, allocator)]
+    return [_part("kv", kv, allocator, drafts)]
 
 
-def _part(name: str, kv, allocator) -> Part:
+def _states(requests) -> Part:
+    """Recurrent states: of each layer its convolutions' and its own, with a row for each state.
+
+    What speculation and replay keep beside them belongs to running requests (memory_pool.py, MambaPool).
+    """
+    if class_name(requests) != LINEAR_REQUESTS or class_name(requests.mamba_pool) != STATE_POOL:
+        raise Unsupported("unsupported_pool", f"states of {class_name(requests)}")
+    pool, allocator = requests.mamba_pool, requests.mamba_allocator
+    if class_name(allocator) != STATE_ALLOCATOR:
+        raise Unsupported("unsupported_pool", f"state allocator {class_name(allocator)}")
+    if requests.mamba_ckpt_pool is not None:
+        raise Unsupported("unsupported_pool", "states that are cached in 8 bits")
+    if pool._slot_siblings or pool.replayssm_write_pos is not None or pool.mamba_cache.replayssm_g is not None:
+        raise Unsupported("unsupported_pool", "states with more beside them than convolutions")
+    kinds = [(f"conv{i}.", tensor) for i, tensor in enumerate(pool.mamba_cache.conv)]
+    buffers, tensors = [], []
+    for kind, tensor in (*kinds, ("state", pool.mamba_cache.temporal)):
+        for layer, own in zip(pool.mamba_layer_ids, tensor, strict=True):
+            if own.numel():
+                row = tuple(own.shape[1:])
+                buffers.append(Buffer(f"{kind}{layer}", _dtype(own.dtype), row, own[0].numel() * own.element_size()))
+                tensors.append(own)
+    if not buffers or any(len(tensor) != int(pool.size) + 1 for tensor in tensors):
+        raise Unsupported("unsupported_layout", f"{class_name(pool)} without a row for each state")
+    return Part(Pool("states", "state", tuple(buffers)), tensors, allocator, 1, False)
+
+
+def _adapter(kv) -> Adapter:
     adapter = ADAPTERS.get(class_name(kv))
     if adapter is None:
         raise Unsupported("unsupported_pool", f"KV pool {class_name(kv)}")
-    if class_name(allocator) not in ALLOCATORS:
-        raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
     if reason := adapter.refuse(kv):
         raise Unsupported("unsupported_layout", reason)
-    named, unit, page = adapter.buffers(kv), adapter.unit(kv), int(kv.page_size)
+    return adapter
+
+
+def _part(name: str, kv, allocator, drafts: Sequence[object] = ()) -> Part:
+    adapters, page = [_adapter(kv), *map(_adapter, drafts)], int(kv.page_size)
+    if class_name(allocator) not in ALLOCATORS:
+        raise Unsupported("unsupported_pool", f"KV allocator {class_name(allocator)}")
+    named = adapters[0].buffers(kv)
     if not named:
         raise Unsupported("unsupported_layout", f"a KV pool without buffers: {class_name(kv)}")
+    for number, (draft, adapter) in enumerate(zip(drafts, adapters[1:], strict=True)):
+        if int(draft.page_size) != page:
+            raise Unsupported("unsupported_layout", f"a draft model with pages of {draft.page_size} tokens")
+        named += [b._replace(name=f"draft{number}.{b.name}") for b in adapter.buffers(draft)]
+    unit = "page" if any(a.unit(p) == "page" for a, p in zip(adapters, (kv, *drafts), strict=True)) else "slot"
     slots = int(kv.size) + page
     buffers, tensors = [], []
     for buffer in named:
@@ -179,4 +228,5 @@ def _part(name: str, kv, allocator) -> Part:
             tensor = tensor[: slots // page * page].view(slots // page, *row)
         buffers.append(Buffer(buffer.name, buffer.dtype, row, tensor[0].numel() * tensor.element_size()))
         tensors.append(tensor)
-    return Part(Pool(name, unit, tuple(buffers)), tensors, allocator, adapter)
+    latent = all(adapter.latent for adapter in adapters)
+    return Part(Pool(name, unit, tuple(buffers)), tensors, allocator, max(a.layout for a in adapters), latent)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.arg_groups.overrides import resolution_result
 
 from sglang_persist.engine import weights
 from sglang_persist.engine.adapters import class_name
+from sglang_persist.engine.drafts import Draft
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.tree import LiveTree
 from sglang_persist.errors import Unsupported
@@ -73,7 +75,7 @@ _FILES = {
 }
 _READ = (
     "revision", "load_format", "model_loader_extra_config", "trust_remote_code", "json_model_override_args",
-    "download_dir", "disaggregation_mode", "enable_streaming_session",
+    "download_dir", "disaggregation_mode", "enable_streaming_session", "speculative_draft_load_format",
 )  # fmt: skip
 #: How a loader reads, not what.
 _LOADER_SPEED = {"enable_multithread_load", "num_threads", "enable_gds", "concurrency", "memory_limit", "distributed"}
@@ -83,9 +85,21 @@ _LOADER_ADAPTER = "qlora_adapter_name_or_path"
 _STAGES = "SGLANG_PP_LAYER_PARTITION"
 #: Beside config.json, what a checkpoint says of its quantization, of itself in other formats, and of which files count.
 _SIDE_FILES = re.compile(r".*quant.*\.json|.*\.index\.json|params\.json|sparse_attention_config\.json", re.IGNORECASE)
+_CODE = re.compile(r".*\.py")
+#: In a model's configuration: image_token_id, video_token_index, vision_start_token_id, boi_token_id, ...
+_MEDIA_TOKEN = re.compile(
+    r"(?!.*(num|len|size|count|per_|max|min))"
+    r".*(image|img|video|vision|audio|sound|speech|media|patch|boi|eoi|boa|eoa)_(.*_)?(token|tokens|index|id|ids)(_.*)?",
+    re.IGNORECASE,
+)
+#: The module of models whose prompts keep their placeholders as they are.
+_NOT_PADDED = "sglang.srt.models.transformers"
 
 
-def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages, root: Path | None = None) -> Identity:
+def identify(
+    fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages, root: Path | None = None,
+    drafts: Sequence[Draft] = (),
+) -> Identity:  # fmt: skip
     """`root` is the store, where the digest of the weights is kept. Raises Unsupported where something that changes KV
     cannot be told, StoreError where a file cannot be read."""
     config = scheduler.model_config
@@ -107,7 +121,7 @@ def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages
         "load_format": None if load_format in _SAME_AS_AUTO else load_format,
         "loader": _loader(settings),
         "side_files": _side_files(fs, path, _SIDE_FILES),
-        "code": _side_files(fs, path, re.compile(r".*\.py")) if settings.get("trust_remote_code") else None,
+        "code": _side_files(fs, path, _CODE) if settings.get("trust_remote_code") else None,
         **{name: settings[name] for name, off in _SETTINGS.items() if settings.get(name) not in (None, off)},
         **{name: _file_digest(fs, settings.get(setting)) for name, setting in _FILES.items()},
     }
@@ -123,6 +137,11 @@ def identify(fs: FileSystem, scheduler, parallel, tree: LiveTree, pages: KvPages
         "components": [c.name.lower() for c in tree.cache.tree_components],
         "bigram": tree.bigram,
     }  # fmt: skip
+    if drafts:
+        # Of the target's KV nothing depends on these; of a node that lacks the drafts' part nothing is restored.
+        cut["drafts"] = [_draft(fs, draft, path, settings, root) for draft in drafts]
+    if any(pool.at_ends for pool in pages.pools):
+        cut["states"] = tree.states
     if stages := os.environ.get(_STAGES):
         cut["stages"] = stages
     soft = {
@@ -170,10 +189,48 @@ def _refuse(settings: dict[str, Any], parallel, scheduler) -> None:
     mode = str(settings.get("disaggregation_mode") or "null")
     if mode != "null":
         raise Unsupported("unsupported_topology", f"disaggregation mode {mode}")
-    if not scheduler.spec_algorithm.is_none():
-        raise Unsupported("unsupported_speculation", "speculative decoding keeps draft KV that is not saved yet")
-    if scheduler.model_config.is_multimodal:
-        raise Unsupported("unsupported_multimodal", "multimodal prompts")
+    draft_format = settings.get("speculative_draft_load_format")
+    if draft_format not in (None, settings.get("load_format")) and draft_format not in _SAME_AS_AUTO:
+        raise Unsupported("weights_unknown", f"load format {draft_format} of a draft model")
+
+
+def media_tokens(scheduler) -> set[int] | None:
+    """Token ids of the model that stand for pictures, video or sound, or where one begins; None where it has none.
+    Raises Unsupported where SGLang puts nothing else into their place."""
+    config = scheduler.model_config
+    if not config.is_multimodal:
+        return None
+    pad = getattr(getattr(scheduler, "pad_input_ids_func", None), "__func__", None)
+    if pad is None or pad.__module__ == _NOT_PADDED:
+        raise Unsupported("unsupported_multimodal", "pictures are not told apart in its prompts")
+    return set(_numbers(config.hf_config.to_dict(), False))
+
+
+def _numbers(value: Any, media: bool) -> Iterable[int]:
+    """The whole numbers in a configuration whose names say that they are ids of tokens for media."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, bool(_MEDIA_TOKEN.fullmatch(str(name))))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _numbers(inner, media)
+    elif media and isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def _draft(fs: FileSystem, draft: Draft, target: Path, settings: dict[str, Any], root: Path | None) -> dict[str, Any]:
+    """What a draft model's KV depends on, beside the target. One whose weights are in the target's checkpoint is
+    identified with it."""
+    path = _checkpoint(draft.config, settings)
+    out = {"layers": class_name(draft.pool).rsplit(".", 1)[1], "quantization": draft.config.quantization}
+    if path.resolve() != target.resolve():
+        every_kind = _load_format(settings) not in _FIRST_KIND
+        out["weights"] = weights.identify(fs, path, root, every_kind=every_kind)
+        out["config"] = _config(fs, path, draft.config)
+        out["side_files"] = _side_files(fs, path, _SIDE_FILES)
+        if settings.get("trust_remote_code"):
+            out["code"] = _side_files(fs, path, _CODE)
+    return out
 
 
 def _checkpoint(config, settings: dict[str, Any]) -> Path:
@@ -253,7 +310,8 @@ def heads(config, pages: KvPages) -> tuple[int | None, ...]:
     """For each pool, the KV heads of the whole model; None where ranks do not share them out."""
     if pages.latent:
         return (None,) * len(pages.pools)
-    return (config.get_num_kv_heads(1), config.get_swa_num_kv_heads(1))[: len(pages.pools)]
+    of_kind = {"swa": config.get_swa_num_kv_heads(1), "states": None}
+    return tuple(of_kind.get(pool.name, config.get_num_kv_heads(1)) for pool in pages.pools)
 
 
 def shard_name(parallel, dp_rank: int | None, latent: bool) -> str:

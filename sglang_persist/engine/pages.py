@@ -23,20 +23,23 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class KvPages:
-    """`ports.Pages` over one allocator and its pools.
+    """`ports.Pages` over one allocator and its pools. `drafts`: the pools of draft models, which share its slots;
+    `requests`: where states of linear attention are.
 
     On a device, bytes go through page-locked memory and a stream of our own. `forward` gives the stream on which the
     engine's forward passes run, None where there is none.
     """
 
-    def __init__(self, allocator, forward: Callable[[], object] = lambda: None):
-        found = parts(allocator)
+    def __init__(
+        self, allocator, forward: Callable[[], object] = lambda: None, drafts: Sequence[object] = (), requests=None
+    ):
+        found = parts(allocator, drafts, requests)
         self._allocator, self.kv = allocator, allocator.get_kvcache()
         self._allocators = [part.allocator for part in found]
         self.pools = tuple(part.pool for part in found)
-        self.layout = max(part.adapter.layout for part in found)
+        self.layout = max(part.layout for part in found)
         #: Whether all ranks of tensor parallelism hold the same.
-        self.latent = all(part.adapter.latent for part in found)
+        self.latent = all(part.latent for part in found)
         self._page = int(self.kv.page_size)
         self._buffers = [[_rows(tensor) for tensor in part.tensors] for part in found]
         device = self._buffers[0][0].device
@@ -48,6 +51,10 @@ class KvPages:
     def _unit(self, pool: int) -> int:
         """How many slots have a row together."""
         return self._page if self.pools[pool].unit == "page" else 1
+
+    def _rows(self, pool: int, tokens: int) -> int:
+        """How many rows so many tokens, which are whole pages, have in a record."""
+        return self.pools[pool].rows(tokens // self._page, self._page)
 
     def _index(self, pool: int, slots: torch.Tensor) -> torch.Tensor:
         """The rows of these slots, which are whole pages where a page has one row."""
@@ -76,8 +83,8 @@ class KvPages:
     def capacity(self, pool: int = 0) -> int:
         return int(self._allocators[pool].available_size())
 
-    def allocate(self, tokens: int, pool: int = 0) -> torch.Tensor | None:
-        slots = self._allocators[pool].alloc(tokens)
+    def allocate(self, count: int, pool: int = 0) -> torch.Tensor | None:
+        slots = self._allocators[pool].alloc(count)
         # What the allocator returns is a view of its free list.
         return None if slots is None else slots.clone()
 
@@ -97,11 +104,11 @@ class KvPages:
         self, pool: int, slots: torch.Tensor, raw: np.ndarray, tokens: int, first: int, stored: Pool | None = None,
         slices: Sequence[Slice] | None = None,
     ) -> None:  # fmt: skip
-        index, unit = self._index(pool, slots), self._unit(pool)
+        index, rows, first = self._index(pool, slots), self._rows(pool, tokens), self._rows(pool, first)
         if slices is not None:
-            self._scatter_slices(pool, index, raw, tokens // unit, first // unit, stored, slices)
+            self._scatter_slices(pool, index, raw, rows, first, stored, slices)
             return
-        rows = (self._buffers[pool], index, raw, tokens // unit, first // unit)
+        rows = (self._buffers[pool], index, raw, rows, first)
         if self._device is not None:
             self._device.write(*rows)
         else:

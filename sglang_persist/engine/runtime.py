@@ -19,6 +19,7 @@ from sglang_persist.background import Background
 from sglang_persist.bounded import within
 from sglang_persist.config import Settings
 from sglang_persist.engine import identity
+from sglang_persist.engine.drafts import drafts
 from sglang_persist.engine.pages import KvPages
 from sglang_persist.engine.prefill import PrefillRate
 from sglang_persist.engine.ranks import Group
@@ -30,6 +31,7 @@ from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Rates
 from sglang_persist.plan import breakeven
+from sglang_persist.plan.agreement import ELSEWHERE
 from sglang_persist.plan.topology import Rank
 from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
 from sglang_persist.save import SaveResult, save
@@ -148,10 +150,14 @@ class Persistence:
     def _agree(self, group: Group) -> None:
         """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
         mine = (self.why_off, self.restored.digest.hexdigest())
-        answers = group.gather((mine, self._generation))
-        self._generation = max(number for _, number in answers)
-        others = [other for other, _ in answers]
+        found = self.restored
+        whole = found.whole and not found.errors and not found.refused[ELSEWHERE] and self.restore_state == "done"
+        answers = group.gather((mine, self._generation, whole))
+        self._generation = max(number for _, number, _ in answers)
+        others = [other for other, _, _ in answers]
         if all(other == mine for other in others):
+            if all(of_rank for _, _, of_rank in answers) and self.home is not None:
+                self.home.took()
             return
         self._empty()
         self._cold("ranks_disagree", f"this rank {mine}, all {others}")
@@ -164,6 +170,7 @@ class Persistence:
         if self.home is not None and self._attempted is not None:
             self.scheduler.tree_cache.reset()
             self.scheduler.token_to_kv_pool_allocator.clear()
+            self.scheduler.req_to_token_pool.clear()
             self.tree.watch()
             self.home.forget_tree()
         self.restored.tokens = 0
@@ -173,17 +180,21 @@ class Persistence:
         # With LoRA, the adapter's id is a part of the extra key that cannot be told from the rest of it.
         self.tree = LiveTree(
             scheduler.tree_cache, str(get_memory().radix_eviction_policy), self._locked_nodes,
-            keyed=not scheduler.enable_lora,
+            keyed=not scheduler.enable_lora, media=identity.media_tokens(scheduler),
         )  # fmt: skip
         self.tree.watch()
-        self.pages = KvPages(scheduler.token_to_kv_pool_allocator, lambda: getattr(scheduler, "forward_stream", None))
+        of_drafts = drafts(scheduler)
+        self.pages = KvPages(
+            scheduler.token_to_kv_pool_allocator, lambda: getattr(scheduler, "forward_stream", None),
+            [draft.pool for draft in of_drafts], scheduler.req_to_token_pool,
+        )  # fmt: skip
         used = {codec.choose(self.settings.compression, b.dtype) for p in self.pages.pools for b in p.buffers}
         if codec.Codec.ROT16 in used:  # compile while the engine is still starting
             threading.Thread(target=planes.kernels, name="persist-compile", daemon=True).start()
         prepare_hashes(scheduler.tree_cache)
         root = within(START_WAIT, lambda: writers_root(self.fs, self.settings.dir))
         began = time.monotonic()
-        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, root)
+        self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, root, of_drafts)
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
         dp_rank = parallel.dp_rank
         latent = self.pages.latent
@@ -193,8 +204,7 @@ class Persistence:
         heads = identity.heads(scheduler.model_config, self.pages)
         self._place = Rank(name, self.identity.cut, self.pages.pools, self.tree.page_tokens, heads)
         self._replicas = max(1, int(getattr(parallel, "dp_size", 1) or 1))
-        ranks_here = len(self.shards) * self._replicas
-        shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, ranks_here)
+        shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, self._replicas)
         self.keeper = Keeper(self.home, shape, self.settings)
         self.rank = int(dp_rank or 0)
         self.writes = not latent or parallel.attn_tp_rank == 0
@@ -631,6 +641,7 @@ class Persistence:
                 "last_request_error": self._last_request_error,
                 "failures": self._failures,
                 "last_error": self._last_error,
+                "not_saved": dict(self.tree.not_saved) if self.tree else {},
             },
             "store": {"bytes": self._store_bytes, "budget_bytes": self._budget},
             "break_even": {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -15,11 +18,14 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_persist.errors import Unsupported
 from sglang_persist.model import HASH_BYTES, Space
+from sglang_persist.plan.loading import NO_STATE, leading
 from sglang_persist.plan.tree import NO_PARENT, Content, TreeNode, TreeNodes
 
-FULL, SWA = ComponentType.FULL, ComponentType.SWA
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 #: Trees that are understood, by what their nodes have: the components stand in the order of the pools.
-COMPONENTS = ((FULL,), (FULL, SWA))
+COMPONENTS = ((FULL,), (FULL, SWA), (FULL, MAMBA))
+#: Why tokens of the tree are not saved.
+HOST_MEMORY, MEDIA = "host_memory", "media"
 _EVERYTHING = 1 << 40
 #: Policies that evict the most recent first: there, inserting in reverse reproduces the order.
 _REVERSED = ("mru", "filo")
@@ -47,9 +53,13 @@ HASHED_PAGES = 16 << 10
 
 class LiveTree:
     """`ports.Tree` over a `UnifiedRadixCache`. `locked` yields ids of nodes that running requests hold. Not `keyed`,
-    it has only the paths without an extra key: others are neither shown nor taken."""
+    it has only the paths without an extra key: others are neither shown nor taken. `media`: prompts may hold pictures
+    or sound, which stand for themselves or as one of these token ids, and paths are shown up to the first."""
 
-    def __init__(self, cache, policy: str, locked: Callable[[], Iterable[int]] = tuple, keyed: bool = True):
+    def __init__(
+        self, cache, policy: str, locked: Callable[[], Iterable[int]] = tuple, keyed: bool = True,
+        media: Collection[int] | None = None,
+    ):  # fmt: skip
         if type(cache) is not UnifiedRadixCache:
             raise Unsupported("unsupported_tree", f"radix cache {type(cache).__module__}.{type(cache).__qualname__}")
         if cache.disable:
@@ -68,13 +78,28 @@ class LiveTree:
         self.page_tokens = int(cache.page_size)
         self.bigram = bool(self.core.is_eagle)
         self._reversed = policy in _REVERSED
-        self._keyed = keyed
+        self._keyed, self._media = keyed, None if media is None else np.array(sorted(media), np.int64)
+        #: Of a node, its start, its end and where its text ends; and, where that is earlier, its end again.
+        self._texts: dict[int, tuple[int, int, int]] = {}
+        self._ends: dict[int, int] = {}
+        #: Tokens that the last scan did not show, and why.
+        self.not_saved: Counter[str] = Counter()
         #: Ends of paths, the one that was inserted last at the end; None: not watched, or more than can be remembered.
         self._inserted: dict[int, None] | None = None
         #: At the last scan, of each node the one above it.
         self._parents: dict[int, int] = {}
         self._watching, self._lru = False, policy == "lru"
         self._unhashed = 0
+
+    @property
+    def states(self) -> dict[str, int | bool | None]:
+        """Where in a path states may stand."""
+        component = self.cache.components[MAMBA]
+        return {
+            "extra_buffer": bool(self.cache.enable_mamba_extra_buffer),
+            "chunk": int(component.mamba_cache_chunk_size),
+            "grid": getattr(component, "mamba_checkpoint_grid", None),
+        }
 
     # ------------------------------------------------------------------------- what is noted while it serves
 
@@ -147,6 +172,12 @@ class LiveTree:
             ends = nodes.id[leaf].tolist()
             self._parents = parents
             yield None
+            self.not_saved.clear()
+            yield from self._count_host(nodes)
+            if self._media is not None:
+                nodes = yield from self._only_text(nodes)
+            if MAMBA in self._others:
+                nodes = self._up_to_states(nodes)
         finally:
             if self._watching and self._inserted is not None:
                 since, self._inserted = self._inserted, dict.fromkeys(before or () if ends is None else ends)
@@ -163,6 +194,66 @@ class LiveTree:
                         nodes.states[i] |= 1 << pool
                 if i % STEP_PATHS == 0:
                     yield None
+
+    def _count_host(self, nodes: TreeNodes) -> Generator[None, None, None]:
+        """How much HiCache has in host memory alone: the core names no node of that."""
+        pool = getattr(self.cache, "full_kv_pool_host", None)
+        if pool is None or not self.core.enable_hicache or self.core.is_host_memory_buffer_only:
+            return
+        count = int(pool.logical_size) - int(pool.available_size())
+        for i, node in enumerate(nodes):
+            with contextlib.suppress(KeyError):  # evicted since
+                if self.core.is_backuped(node.id):
+                    count -= node.end - node.start
+            if i % STEP_PATHS == 0:
+                yield None
+        if count > 0:
+            self.not_saved[HOST_MEMORY] = count
+
+    def _only_text(self, nodes: TreeNodes) -> Generator[None, None, TreeNodes]:
+        """Each path up to the first picture or sound. What SGLang puts into the place of one is a digest, made in ways
+        that differ from model to model and release to release, or, where it cannot tell where it belongs, the model's
+        own placeholder; the KV of text in front of it does not depend on it."""
+        texts, ends, until = {}, {}, nodes.end.copy()
+        for i, node in enumerate(nodes):
+            if i % STEP_PATHS == 0:
+                yield None
+            if node.parent >= 0 and until[node.parent] < nodes.end[node.parent]:
+                until[i] = node.start
+            else:
+                text = self._texts.get(node.id)
+                if text is None or text[:2] != (node.start, node.end):
+                    found = self._whole(node)
+                    yield None
+                    if found is None:  # evicted since
+                        until[i] = node.start
+                        continue
+                    text = node.start, node.end, node.start + self._text_of(found)
+                texts[node.id], until[i] = text, text[2]
+            if until[i] < node.end:
+                ends[node.id] = node.end
+                self.not_saved[MEDIA] += int(node.end - until[i])
+        self._texts, self._ends = texts, ends
+        shown = nodes.take(np.flatnonzero(until > nodes.start))
+        shown.end[:] = until[until > nodes.start]
+        return shown
+
+    def _up_to_states(self, nodes: TreeNodes) -> TreeNodes:
+        """Each path up to its last state, from which alone a request can go on."""
+        # Of a node that is shown shorter than it is, the state is that of its real end.
+        own = (nodes.states > 0) & ~np.isin(nodes.id, np.fromiter(self._ends, np.int64, len(self._ends)))
+        nodes.states[~own] = 0
+        leads = np.zeros(len(nodes), bool)
+        leads[list(leading(nodes.parent.tolist(), np.flatnonzero(own).tolist()))] = True
+        if lost := int((nodes.end - nodes.start)[~leads].sum()):
+            self.not_saved[NO_STATE] = lost
+        return nodes.take(np.flatnonzero(leads))
+
+    def _text_of(self, found: Content) -> int:
+        """How many positions of a node stand in front of the first picture or sound, in whole pages."""
+        media = np.flatnonzero((found.tokens >= MM_PAD_SHIFT_VALUE) | np.isin(found.tokens, self._media))
+        text = max(0, (int(media[0]) if len(media) else len(found.tokens)) - found.space.extra_tokens)
+        return text // self.page_tokens * self.page_tokens
 
     def _paths(self, leaves: list[int]) -> Iterable[tuple]:
         try:
@@ -212,6 +303,21 @@ class LiveTree:
         return out
 
     def content(self, node: TreeNode) -> Content | None:
+        shown = node.end - node.start
+        node = self._as_it_is(node)
+        found = self._whole(node)
+        if found is None or node.end - node.start == shown:
+            return found
+        return replace(
+            found, tokens=found.tokens[: shown + found.space.extra_tokens],
+            hashes=found.hashes[: shown // self.page_tokens * HASH_BYTES],
+        )  # fmt: skip
+
+    def _as_it_is(self, node: TreeNode) -> TreeNode:
+        """A node that was shown shorter than it is."""
+        return node._replace(end=self._ends.get(node.id, node.end)) if self._ends else node
+
+    def _whole(self, node: TreeNode) -> Content | None:
         found = self._content(node.id)
         if found is None or found.fits(node):
             return found
@@ -242,6 +348,7 @@ class LiveTree:
         return Content(space, tokens, hashes, parent)
 
     def slots(self, node: TreeNode, start: int, end: int) -> torch.Tensor | None:
+        node = self._as_it_is(node)
         try:
             if node.end - node.start >= LONG_NODE:
                 own = self.core.get_component_device_value(node.id, FULL)
@@ -254,12 +361,21 @@ class LiveTree:
             return None
         return path[start:end] if len(path) == node.end else None
 
+    def state(self, node: TreeNode) -> torch.Tensor | None:
+        try:
+            return self.core.get_component_device_value(node.id, MAMBA)
+        except KeyError:
+            return None
+
     def insert(
-        self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int, absent: Sequence[int] = ()
-    ) -> int | None:
+        self, space: Space, tokens: np.ndarray, slots: list[torch.Tensor], matched: int, absent: Sequence[int] = (),
+        state: torch.Tensor | None = None,
+    ) -> int | None:  # fmt: skip
         if not self._keyed and space.extra_key is not None:
             return None
         key = _key(space, tokens)
+        if state is None and MAMBA in self._others:
+            return None
         if self.core.match_full_device_prefix(key)[0] != matched:
             return None
         # `prev_prefix_len`: the tree must not free, as duplicates, the ancestors' own slots. `inserted_len`: ancestors
@@ -267,7 +383,7 @@ class LiveTree:
         done = self.cache.insert(
             InsertParams(
                 key=key, value=torch.cat(slots), prev_prefix_len=matched, inserted_len=matched,
-                component_evicted_seqlens={self._others[pool - 1]: len(key) for pool in absent},
+                mamba_value=state, component_evicted_seqlens={self._others[pool - 1]: len(key) for pool in absent},
             )
         )  # fmt: skip
         self.inserted(int(done.last_device_node), len(key) - matched)
@@ -289,6 +405,9 @@ class LiveTree:
         space = Space(key.extra_key, key.cache_salt, bool(key.is_bigram))
         runs = [np.array(f.key.raw_token_ids(), np.int64) for f in found]
         tokens = np.concatenate([runs[0], *(run[space.extra_tokens :] for run in runs[1:])])
+        self.refresh(space, tokens, node_id)
+
+    def refresh(self, space: Space, tokens: np.ndarray, node_id: int) -> None:
         self.cache.touch_prefix(_key(space, tokens))
         self.inserted(node_id, 0)
 

@@ -189,7 +189,7 @@ def decode_pools(body: dict):
     if not 1 <= len(entries) <= limits.MAX_POOLS:
         raise LimitExceeded(f"{len(entries)} pools")
     for entry in entries:
-        if not isinstance(entry, dict) or entry.get("unit") not in ("slot", "page"):
+        if not isinstance(entry, dict) or entry.get("unit") not in ("slot", "page", "state"):
             raise Malformed("a pool has no known unit")
         buffers = []
         for b in field(entry, "buffers", list):

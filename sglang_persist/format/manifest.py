@@ -49,6 +49,7 @@ def _body(m: Manifest) -> dict:
         "stored_bytes": m.stored_bytes,
         "left_out_tokens": m.left_out_tokens,
         "rates": asdict(m.rates),
+        **({"taken": dict(m.taken)} if m.taken else {}),
     }
 
 
@@ -95,6 +96,7 @@ def _from_body(body: dict, with_nodes: bool) -> Manifest:
         segments=segments,
         nodes=nodes,
         rates=_rates(body),
+        taken=_taken(body),
     )
 
 
@@ -104,6 +106,16 @@ def _rates(body: dict) -> Rates:
     values = {f.name: found.get(f.name, 0.0) for f in fields(Rates)}
     sane = all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in values.values())
     return Rates(**{name: float(v) for name, v in values.items()}) if sane else Rates()
+
+
+def _taken(body: dict) -> dict[str, int]:
+    """Something that saves work, and that a manifest may do without."""
+    found = envelope.field(body, "taken", dict) if "taken" in body else {}
+    sane = len(found) <= limits.MAX_SHARDS and all(
+        isinstance(group, str) and isinstance(number, int) and not isinstance(number, bool) and number >= 0
+        for group, number in found.items()
+    )
+    return found if sane else {}
 
 
 def _is_json(value) -> bool:

@@ -42,7 +42,7 @@ def offer(
         # Two nodes of one path that was split are not one of the path as a whole.
         out.ids.append(hashlib.blake2b(above + b"|" + tokens, digest_size=16).digest())
         out.parents.append(parent)
-        out.states.append(sum(1 << pool for pool, stored in others.items() if is_whole(node, stored)))
+        out.states.append(sum(1 << pool for pool, stored in others.items() if is_whole(m, node, stored)))
         place[i] = len(place)
     if ends is None:
         inner = set(out.parents)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Node, Piece, Space
 from sglang_persist.nodes import NodeTable, places
-from sglang_persist.plan.loading import resolve
+from sglang_persist.plan.loading import leading, resolve
 from sglang_persist.plan.paths import choose_paths
 from sglang_persist.plan.saving import SavePlan, Settled, Stored
 from sglang_persist.plan.tree import KnownNodes
@@ -26,6 +27,22 @@ def restrict(plan: SavePlan, sizes: Sequence[int], budget: float, of_new: bool =
     for i, share in choice.cut.items():
         if count := _cut(plan, i, share, of_new):
             pages[i] = count
+    return _only(plan, pages)
+
+
+def up_to_states(plan: SavePlan, at_ends: Collection[int]) -> SavePlan:
+    """A plan without what stands below the last state of its path. `at_ends`: pools of states."""
+    if not at_ends:
+        return plan
+    whole = (plan.nodes.end - plan.nodes.start) // plan.page_tokens == plan.pages
+    written = plan.records.node[np.isin(plan.records.pool[plan.records.owner], list(at_ends))]
+    stored = [i for i, entry in enumerate(plan.stored) if entry and any(p.pool in at_ends for p in entry[1])]
+    leads = leading(plan.nodes.parent.tolist(), [i for i in {*written.tolist(), *stored} if whole[i]])
+    return _only(plan, {i: int(plan.pages[i]) for i in leads})
+
+
+def _only(plan: SavePlan, pages: Mapping[int, int]) -> SavePlan:
+    """These nodes of a plan, and so many pages of each."""
     chosen = np.array(sorted(pages), np.int64)
     kept = np.array([pages[i] for i in chosen.tolist()], np.int64)
     stored = Stored.of([_first_pieces(plan.stored[i], pages[i]) for i in chosen.tolist()])
@@ -101,6 +118,11 @@ def newest_part(m: Manifest, segments: Mapping[bytes, SegmentIndex], known: Know
             for i in index
         ]  # fmt: skip
         sound = [True] * len(nodes)
+    if ends := {number for number, pool in enumerate(m.pools) if pool.at_ends}:
+        stateful = [i for i, n in enumerate(nodes) if any(p.pool in ends for p in n.pieces)]
+        leads = sorted(leading([n.parent for n in nodes], stateful))
+        index = {old: new for new, old in enumerate(leads)}
+        nodes = [replace(nodes[i], parent=index.get(nodes[i].parent, -1)) for i in leads]
     tokens = sum(n.pages for n in nodes) * m.page_tokens
     table = NodeTable.of(nodes)
     return Settled(

@@ -18,6 +18,9 @@ from sglang_persist.model import Manifest, Node, Piece
 from sglang_persist.plan.paths import choose_paths
 from sglang_persist.plan.tree import NO_PARENT
 
+#: A node below the last state of its path: nothing can go on from there.
+NO_STATE = "no_state"
+
 
 @dataclass
 class Resolved:
@@ -156,28 +159,36 @@ def plan_restore(
     their order.
     """
     m, refused = resolved.manifest, Counter(resolved.refused)
+    stored = [[v for v, fit in enumerate(fits) if fit.pool == pool] for pool in range(len(capacity_pages))]
+    at_ends = [any(m.pools[v].at_ends for v in of_pool) for of_pool in stored]
     sizes, parents = [n.pages for n in m.nodes], [n.parent for n in m.nodes]
     least = -(-min_tokens // m.page_tokens)
-    sound, needed = resolved.sound, [v for v, fit in enumerate(fits) if fit.pool == 0]
-    if len(needed) > 1:  # of one alone this is known
-        sound = [good and is_whole(node, needed) for good, node in zip(sound, m.nodes, strict=True)]
+    sound = resolved.sound
+    if len(stored[0]) > 1:  # of one alone this is known
+        sound = [good and is_whole(m, node, stored[0]) for good, node in zip(sound, m.nodes, strict=True)]
         refused["damaged"] += sum(resolved.sound) - sum(sound)
     wanted, short, _ = choose_paths(parents, sizes, capacity_pages[0], least, sound, ends)
     chosen = set(wanted)
     for i in range(len(m.nodes)):
         if sound[i] and i not in chosen:
             refused["too_short" if i in short else "no_capacity"] += 1
-    held, left = [wanted, *([] for _ in capacity_pages[1:])], list(capacity_pages)
+    held = [wanted]
+    for pool in range(1, len(capacity_pages)):
+        there = [i for i in wanted if is_whole(m, m.nodes[i], stored[pool])]
+        if at_ends[pool]:
+            held.append(_deepest_first(there, parents)[: capacity_pages[pool]])
+            can, leads = leading(parents, there), leading(parents, held[pool])
+            refused[NO_STATE] += len(chosen - can)
+            refused["no_capacity"] += len(chosen & can - leads)
+            chosen &= leads
+        else:
+            held.append(_as_fits(there, sizes, capacity_pages[pool]))
+    wanted = held[0] = [i for i in wanted if i in chosen]
     reads: dict[tuple[int, bytes, int], list[Use]] = {}
+    takes = [set(of_pool) for of_pool in held]
     for i in wanted:
-        takes = {0}
-        for pool in range(1, len(capacity_pages)):
-            if sizes[i] <= left[pool] and is_whole(m.nodes[i], [v for v, fit in enumerate(fits) if fit.pool == pool]):
-                held[pool].append(i)
-                left[pool] -= sizes[i]
-                takes.add(pool)
         for p in m.nodes[i].pieces:
-            if fits[p.pool].pool in takes:
+            if i in takes[fits[p.pool].pool]:
                 reads.setdefault((p.pool, p.segment, p.record), []).append(Use(i, p.at, p.first, p.pages))
     order = sorted(wanted) if ends is None else _use_order(parents, ends, chosen)
     return LoadPlan(
@@ -185,11 +196,47 @@ def plan_restore(
     )
 
 
-def is_whole(node: Node, pools: Sequence[int]) -> bool:
-    """Whether all of a node is stored in each of these pools."""
+def _as_fits(nodes: Iterable[int], sizes: Sequence[int], capacity: int) -> list[int]:
+    out = []
+    for i in nodes:
+        if sizes[i] <= capacity:
+            out.append(i)
+            capacity -= sizes[i]
+    return out
+
+
+def _deepest_first(nodes: Iterable[int], parents: Sequence[int]) -> list[int]:
+    """Nodes that stand path after path, parents before children, path after path from its end."""
+    out, path = [], []
+    for i in nodes:
+        above = parents[i]
+        while path and above > path[-1]:  # a node without one stands between
+            above = parents[above]
+        if path and above != path[-1]:
+            out += reversed(path)
+            path = []
+        path.append(i)
+    return out + path[::-1]
+
+
+def leading(parents: Sequence[int], ends: Iterable[int]) -> set[int]:
+    """The nodes on the way from the root to any of these, which are among them."""
+    out: set[int] = set()
+    for i in ends:
+        while i >= 0 and i not in out:
+            out.add(i)
+            i = parents[i]
+    return out
+
+
+def is_whole(m: Manifest, node: Node, pools: Sequence[int]) -> bool:
+    """Whether all that each of these stored pools can have of a node is stored."""
     filled = Counter()
     for p in node.pieces:
-        filled[p.pool] += p.pages
+        if not m.pools[p.pool].at_ends:
+            filled[p.pool] += p.pages
+        elif p.at + p.pages == node.pages:
+            filled[p.pool] = node.pages
     return bool(pools) and all(filled[pool] == node.pages for pool in pools)
 
 

@@ -11,7 +11,7 @@ thread that serves.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,19 +174,22 @@ def plan_save(
     page_tokens: int,
     record_pages: Sequence[int],
     pages: np.ndarray | None = None,
+    at_ends: Collection[int] = (),
 ) -> Generator[None, None, SavePlan]:
     """What a snapshot of `nodes` (parents first, oldest path first) has to write, and what it can refer to. In steps.
 
     `record_pages`: for each pool, how many pages a record may have. `pages`: how many of each node's, from its start;
-    all of them unless it is given.
+    all of them unless it is given. `at_ends`: pools that have something of a node's last page alone.
     """
-    pages = (nodes.end - nodes.start) // page_tokens if pages is None else pages
+    whole = (nodes.end - nodes.start) // page_tokens
+    pages = whole if pages is None else pages
     rows, end = known.rows(nodes.id), nodes.start + pages * page_tokens
     pools = range(len(record_pages))
     if len(known.id):
         rows[(known.start[rows] != nodes.start) | (known.end[rows] != end)] = -1
         for pool in pools[1:]:
-            rows[holds(nodes, pool) & (known.pages(pool)[rows] < pages)] = -1
+            wanted = pages == whole if pool in at_ends else pages
+            rows[holds(nodes, pool) & (known.pages(pool)[rows] < wanted)] = -1
     stored = Stored(known, rows)
     packers = [_Packer(nodes, page_tokens, record_pages[pool], pool) for pool in pools]
     others = np.flatnonzero(rows < 0).tolist()
@@ -217,11 +220,16 @@ def plan_save(
                 pieces = [
                     p for pool in pools for p in find_pieces(found, int(nodes.start[i]), segments, page_tokens, pool)
                 ]
-                stored.put(i, found.space, [c for p in pieces if (c := p.cut(0, int(pages[i])))])
+                pieces = [c for p in pieces if (c := p.cut(0, int(pages[i])))]
+                stored.put(i, found.space, [p for p in pieces if p.pool not in at_ends or p.at + p.pages == whole[i]])
             there = stored.own[i][1] if i in stored.own else ()
             for pool in pools:
-                if pool == 0 or nodes.states[i] >> pool & 1:
-                    for first, last in _gaps([p for p in there if p.pool == pool], int(pages[i])):
+                own = [p for p in there if p.pool == pool]
+                if pool in at_ends:
+                    if nodes.states[i] >> pool & 1 and pages[i] == whole[i] and not own:
+                        packers[pool].add(i, int(pages[i]) - 1, int(pages[i]))
+                elif pool == 0 or nodes.states[i] >> pool & 1:
+                    for first, last in _gaps(own, int(pages[i])):
                         packers[pool].add(i, first, last)
             yield None
     records = Records.join([packer.records() for packer in packers])

@@ -43,7 +43,9 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
         if ours.get(key) != theirs.get(key):
             return key
     a, b = ours.get("topology", {}), theirs.get("topology", {})
-    return next((key for key in ("cp", "adp") if a.get(key, 1) != b.get(key, 1)), None)
+    # Draft models are dealt out among ranks in ways of their own, and so are parts of states.
+    fixed = ("cp", "adp", *(("tp", "pp") if ours.get("drafts") else ("tp",) if ours.get("states") else ()))
+    return next((key for key in fixed if a.get(key, 1) != b.get(key, 1)), None)
 
 
 def head_range(heads: int, size: int, rank: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
 from sglang_persist.plan.saving import Settled
-from sglang_persist.plan.topology import Rank
+from sglang_persist.plan.topology import Rank, coordinates
 from sglang_persist.plan.tree import KnownNodes
 from sglang_persist.store import attempts, names, prune, shard, sources
 from sglang_persist.store.shard import Segment
@@ -38,6 +38,8 @@ class Home:
         self.fuller: Manifest | None = None
         #: What is restored beside it: other replicas' generations, or, instead of it, another cut's.
         self.sources: list[Source] = []
+        #: What of other replicas the tree was restored from, as a manifest says it.
+        self.taken: dict[str, int] = {}
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known = KnownNodes()
         self._lock: Lock | None = None
@@ -57,12 +59,19 @@ class Home:
         deadly = attempts.deadly(self.fs, self.path)
         self.manifest, passed = shard.newest(self.fs, self.path, at_most, deadly)
         self.fuller = shard.fullest(self.fs, self.path, self.manifest, deadly)
+        self.taken = dict(self.manifest.taken) if self.manifest else {}
         return passed
 
     def look_around(self, rank: Rank, replicas: int) -> None:
         """Choose what to restore of what other replicas and other cuts of the model have left."""
+        # Of one that is there again, generations may count from the beginning.
+        self.taken = {g: n for g, n in self.taken.items() if coordinates(g).get("dp", 0) >= replicas}
         found = sources.find(self.fs, self.path, rank, replicas, self.manifest is None)
         self.sources = sources.choose(self.manifest, self.path.parent, rank, replicas, found)
+
+    def took(self) -> None:
+        """What was chosen has been restored, as far as there was room for it."""
+        self.taken |= {s.group: s.generation for s in self.sources if s.cut == self.path.parent}
 
     @property
     def restores_another_cut(self) -> bool:
@@ -125,10 +134,18 @@ class Home:
         """Whether every rank has the newest generation: reads the other ranks' files."""
         return self.manifest is not None and shard.is_complete(self.fs, self.path, self.manifest)
 
+    def is_behind(self) -> bool:
+        """Whether another rank has a newer generation than this one's newest."""
+        m, own = self.manifest, self.path
+        others = [own.parent / name for name in m.shards if name != own.name] if m else []
+        return any(shard.generations(self.fs, path)[:1] > [m.generation] for path in others if self.fs.exists(path))
+
     def is_current(self, settled: Settled) -> bool:
         """Whether the newest generation already says exactly this."""
         m = self.manifest
-        return m is not None and list(m.spaces) == settled.spaces and settled.nodes == m.nodes
+        if m is None or m.taken != self.taken:
+            return False
+        return list(m.spaces) == settled.spaces and settled.nodes == m.nodes
 
     def adopt(self, m: Manifest, known: KnownNodes, written: list[SegmentIndex]) -> None:
         """A generation was committed: it is what the next snapshot builds on."""
@@ -154,6 +171,7 @@ class Home:
         """Remove everything that is stored here. Raises StoreBusy where another server writes."""
         self.become_writer()
         self.manifest, self.fuller, self.segments, self.known = None, None, {}, KnownNodes()
+        self.taken = {}
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
 
     def close(self, timeout: float | None = None) -> None:

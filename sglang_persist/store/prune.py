@@ -8,7 +8,7 @@ stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,21 +137,21 @@ def plan_leftovers(fs: FileSystem, path: Path) -> PrunePlan:
 
 def plan_store(
     fs: FileSystem, root: Path, keep: int, max_bytes: int | None = None, free_bytes: int = 0,
-    fullest_since: float = math.inf, ours: Path | None = None,
+    fullest_since: float = math.inf, ours: Callable[[Path], bool] = lambda _path: False,
 ) -> tuple[PrunePlan, list[Lock]]:  # fmt: skip
     """Keep the newest complete generations of every shard; beyond that, oldest first until `max_bytes` are left and
     `free_bytes` are gained.
 
-    `ours`: the namespace of a server that asks. All its ranks count as writing: one that has not begun to must find
-    its lock free and its newest generation there. Returns the locks of all shards that no server holds, to be released
-    once the plan was executed.
+    `ours`: whether a shard is one of the server that asks. All its ranks count as writing: one that has not begun to
+    must find its lock free and its newest generation there. Returns the locks of all shards that no server holds, to be
+    released once the plan was executed.
     """
     locks: list[Lock] = []
     shards: list[_Shard] = []
     problems: list[str] = []
     for path in names.shard_dirs(fs, root):
         try:
-            shards.append(_read(fs, path, path.parent == ours or _busy(fs, path, locks)))
+            shards.append(_read(fs, path, ours(path) or _busy(fs, path, locks)))
         except StoreError as error:
             problems.append(str(error))
     going = {s.path: set(_surplus(fs, s, keep, fullest_since)) for s in shards}

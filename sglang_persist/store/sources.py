@@ -44,6 +44,14 @@ class Source:
         return coordinates(self.parts[0].path.name).get("dp", 0)
 
     @property
+    def group(self) -> str:
+        return names.group(self.parts[0].path.name)
+
+    @property
+    def generation(self) -> int:
+        return self.parts[0].manifest.generation
+
+    @property
     def cut(self) -> Path:
         return self.parts[0].path.parent
 
@@ -107,9 +115,12 @@ def choose(own: Manifest | None, own_cut: Path, rank: Rank, replicas: int, found
     """What to restore beside `own`, or, where the first of it is of another cut, instead: the newest cut decides.
 
     Of a cut, a replica takes what the replica of its number left, and what those left that are no more; one that finds
-    nothing so takes what the others have.
+    nothing so takes what the others have. What those left that are no more is taken once: it is in `own` then, as far
+    as there was room for it.
     """
     number = coordinates(rank.shard).get("dp", 0)
+    if own is not None:
+        found = [s for s in found if s.cut != own_cut or own.taken.get(s.group, -1) < s.generation]
     newest = {s.cut: s.created for s in reversed(found)}
     if own is not None:
         newest[own_cut] = own.created

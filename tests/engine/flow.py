@@ -29,7 +29,7 @@ def home(root: Path, fs=REAL) -> Home:
 
 
 def keeper(e: real.Engine, at: Home, using=SETTINGS, shards=(SHARD,)) -> Keeper:
-    return Keeper(at, Shape(real.IDENTITY, e.pages.pools, e.tree.page_tokens, shards, len(shards)), using)
+    return Keeper(at, Shape(real.IDENTITY, e.pages.pools, e.tree.page_tokens, shards), using)
 
 
 class Counted:

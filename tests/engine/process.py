@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import real
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_persist import config
 from sglang_persist.engine import identity, runtime
@@ -35,11 +36,13 @@ class Process:
         scheduler = SimpleNamespace(
             tree_cache=self.engine.cache,
             token_to_kv_pool_allocator=self.engine.allocator,
+            req_to_token_pool=self.engine.requests,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
             enable_lora=False,
             collect_inflight_reqs=list,
             chunked_req=None,
             last_batch=None,
-            model_config=None,
+            model_config=SimpleNamespace(is_multimodal=False),
             is_fully_idle=lambda: True,
             idle_sleeper=True,  # a pass waits inside its slice instead of being called again at once
         )

@@ -398,11 +398,11 @@ def test_rank_that_makes_room_at_its_start_leaves_its_peers_alone(tmp_path):
     sound(tmp_path)
 
 
-def another(root, fs, generations: int, weights: str = "other") -> tuple[Home, churn.Churn]:
-    """Another model's generations in the same store."""
+def another(root, fs, generations: int, weights: str = "other", shard=flow.SHARD) -> tuple[Home, churn.Churn]:
+    """Another model's generations in the same store, or another replica's."""
     c = churn.Churn(8, size=4096)
-    at = Home(fs, root, Identity({**real.IDENTITY.model, "weights": weights}, real.IDENTITY.cut), flow.SHARD)
-    keeper = flow.Keeper(at, flow.Shape(at.identity, c.engine.pages.pools, 1, (flow.SHARD,)), flow.SETTINGS)
+    at = Home(fs, root, Identity({**real.IDENTITY.model, "weights": weights}, real.IDENTITY.cut), shard)
+    keeper = flow.Keeper(at, flow.Shape(at.identity, c.engine.pages.pools, 1, (shard,), 2), flow.SETTINGS)
     for _ in range(generations):
         c.engine.evict()  # each of them holds prompts of its own
         for _ in range(4):
@@ -425,6 +425,27 @@ def test_another_namespaces_oldest_generation_goes_before_our_tree_is_cut(tmp_pa
         c.serve()
     assert flow.snapshot(c.engine, at, using=using).left_out_tokens == 0
     assert shard.generations(REAL, other.path) == []
+    assert max(churn.weigh(at.path).values()) <= SEGMENT
+    sound(tmp_path)
+    at.close()
+
+
+def test_what_replicas_left_that_are_no_more_counts_and_goes_when_room_is_needed(tmp_path):
+    gone, _ = another(tmp_path, REAL, 2, real.IDENTITY.model["weights"], flow.SHARD.replace("dp0", "dp1"))
+    gone.close()
+    fs = churn.WeighingFs(tmp_path)
+    c, at, using = churn.Churn(9, size=4096), flow.home(tmp_path, fs), churn.budget(BUDGET)
+    assert gone.path.parent == at.path.parent
+    c.serve()
+    flow.snapshot(c.engine, at, using=using)
+    held = verify.store_bytes(REAL, gone.path)[1]
+    assert flow.keeper(c.engine, at, using).budget().cap == BUDGET - held
+    for _ in range(6):
+        for _ in range(4):
+            c.serve()
+        flow.snapshot(c.engine, at, using=using)
+    assert shard.generations(REAL, gone.path) == []
+    assert verify.store_bytes(REAL, tmp_path)[1] <= BUDGET
     assert max(churn.weigh(at.path).values()) <= SEGMENT
     sound(tmp_path)
     at.close()

@@ -17,6 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_persist.engine import identity, weights
+from sglang_persist.engine.drafts import Draft
 from sglang_persist.errors import StoreUnavailable, Unsupported
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.store import names, verify, weights_cache
@@ -229,13 +230,17 @@ def who(path, given=None, parallel=None, scheduler=None, **kind) -> identity.Ide
     return whose(args, parallel, scheduler, **kind)
 
 
-def whose(args, parallel=None, scheduler=None, **kind) -> identity.Identity:
+def whose(args, parallel=None, scheduler=None, drafts=(), **kind) -> identity.Identity:
+    """`drafts`: the checkpoints of draft models."""
     config = ModelConfig.from_server_args(args)
-    e = real.engine(**kind)
+    e = real.engine(**kind, drafts=("mha",) * len(drafts))
     widths = {"tp_size": 1, "pp_size": 1, "attn_cp_size": 1, "attn_dp_size": 1, "dcp_enabled": False}
-    parts = {"spec_algorithm": SimpleNamespace(is_none=lambda: True), "enable_lora": bool(args.enable_lora)}
-    stub = SimpleNamespace(server_args=args, model_config=config, **parts, **(scheduler or {}))
-    return identity.identify(REAL, stub, SimpleNamespace(**(widths | (parallel or {}))), e.tree, e.pages)
+    enable_lora = bool(args.enable_lora)
+    stub = SimpleNamespace(server_args=args, model_config=config, enable_lora=enable_lora, **(scheduler or {}))
+    parallel = SimpleNamespace(**(widths | (parallel or {})))
+    found = [Draft(d, ModelConfig.from_server_args(ServerArgs(model_path=str(path))))
+             for d, path in zip(e.drafts, drafts, strict=True)]  # fmt: skip
+    return identity.identify(REAL, stub, parallel, e.tree, e.pages, drafts=found)
 
 
 @pytest.fixture
@@ -420,6 +425,18 @@ def test_identity_reads_the_same_from_a_manifest(model):
         assert again == getattr(one, part.name)
 
 
+def test_of_a_draft_model_its_own_checkpoint_counts(tmp_path, model):
+    draft = checkpoint(tmp_path / "draft")
+    put(draft, "config.json", CONFIG)
+    alone, inside, beside = who(model), who(model, drafts=[model]), who(model, drafts=[draft])
+    assert alone.model == inside.model == beside.model
+    assert len({names.namespace(one) for one in (alone, inside, beside, who(model, drafts=[draft, draft]))}) == 4
+    checkpoint(draft, ("b", 77))
+    other = who(model, drafts=[draft])
+    put(draft, "config.json", CONFIG | {"hidden_act": "gelu"})
+    assert len({names.namespace(one) for one in (beside, other, who(model, drafts=[draft]))}) == 3
+
+
 REFUSED = {
     "dummy weights": ({"load_format": "dummy"}, "dummy_weights"),
     "remote weights": ({"load_format": "remote_instance"}, "weights_unknown"),
@@ -428,6 +445,7 @@ REFUSED = {
     "restored weights": ({"modelopt_checkpoint_restore_path": "/x"}, "weights_unknown"),
     "weights for the CPU": ({"kt_weight_path": "/x"}, "weights_unknown"),
     "merged adapter": ({"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/x"}'}, "weights_unknown"),
+    "weights of a draft": ({"speculative_draft_load_format": "dummy"}, "weights_unknown"),
     "sessions with LoRA": ({"enable_lora": True, "enable_streaming_session": True}, "unsupported_lora"),
     "PD": ({"disaggregation_mode": "prefill"}, "unsupported_topology"),
 }

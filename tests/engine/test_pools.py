@@ -8,6 +8,8 @@ import pytest
 import real
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_persist.engine.pages import KvPages
+from sglang_persist.errors import Unsupported
 from sglang_persist.fs import REAL
 from sglang_persist.store import names, verify
 
@@ -38,6 +40,47 @@ def test_every_buffer_survives(tmp_path, rng, kind, page, core):
     again.check(held=3 * page)
     again.check_evictable(held=3 * page)
     assert verify.verify(REAL, tmp_path, deep=True).findings == []
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize(
+    ("kind", "page", "drafts"),
+    [("mha", 1, ("mha",)), ("mha", 16, ("mha", "mha")), ("mla", 64, ("mla",)), ("mla", 1, ("mha",)),
+     ("hnd", 16, ("mha",)), ("dsa", 64, ("mla",)), ("mha", 64, ("hnd",))],
+)  # fmt: skip
+def test_draft_models_are_saved_with_the_target(tmp_path, rng, kind, page, drafts, core):
+    """In trees of bigrams, whose tokens are one more than their slots."""
+    given = {"kind": kind, "page": page, "core": core, "drafts": drafts, "bigram": True, "size": 256 * max(16, page)}
+    e = real.engine(**given)
+    assert len(e.pages.pools[0].buffers) == len(e.buffers()[0])
+    real.populate(e, rng, unit=max(16, page), count=8)
+    saved = flow.snapshot(e, at := flow.home(tmp_path))
+    at.close()
+    before = e.held()
+    again, _, result = flow.restart(tmp_path, held=3 * page, **given)
+    assert again.held() == before
+    assert len(before) * page == result.tokens == saved.tokens > 0
+    again.check_evictable(held=3 * page)
+
+
+def test_draft_models_beside_windows_have_the_slots_of_the_full_layers(tmp_path, rng):
+    e = real.engine(kind="swa", drafts=("mha",))
+    real.populate(e, rng)
+    flow.snapshot(e, at := flow.home(tmp_path))
+    at.close()
+    before = e.held()
+    again, _, _ = flow.restart(tmp_path, kind="swa", drafts=("mha",))
+    assert again.held() == before
+
+
+def test_a_draft_model_that_is_not_known_is_refused():
+    with pytest.raises(Unsupported, match="SWAKVPool"):
+        real.engine(drafts=("swa",))
+    e = real.engine(page=16)
+    with pytest.raises(Unsupported, match="pages of 1 "):
+        KvPages(e.allocator, drafts=[real.engine(page=1).pool])
+    with pytest.raises(Unsupported, match="rows for"):
+        KvPages(e.allocator, drafts=[real.engine(page=16, size=1024).pool])
 
 
 @pytest.mark.parametrize("core", CORES)

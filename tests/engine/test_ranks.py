@@ -18,7 +18,7 @@ from sglang_persist.fs import REAL
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.plan.topology import Rank, head_range
 from sglang_persist.restore import RestoreResult, restore
-from sglang_persist.store import names
+from sglang_persist.store import names, shard
 from sglang_persist.store.home import Home
 
 TIMEOUT = 60
@@ -161,7 +161,7 @@ class Group:
             shard = f"dp{m.dp}-adp0-pp{pp}-cp0-tp{0 if m.latent else tp}"
             home = Home(REAL, self.root, m.identity, shard)
             self.homes.append(home)
-            shape = Shape(m.identity, e.pages.pools, m.page, m.shards, len(m.shards))
+            shape = Shape(m.identity, e.pages.pools, m.page, m.shards, self.replicas)
             self.keepers.append(Keeper(home, shape, flow.SETTINGS))
 
     def save(self, leads: bool = True):
@@ -187,6 +187,7 @@ class Group:
                 return result
             deadline = flow.time.monotonic() + TIMEOUT
             restore(e.tree, e.pages, home, flow.SETTINGS, deadline, result, ranks=together.rank(i))
+            home.took()
             return result
 
         with ThreadPoolExecutor(len(self.homes)) as pool:
@@ -267,6 +268,26 @@ def test_latent_kv_is_stored_once(tmp_path, prompts):
     assert model.check(prompts) == [len(p) for p in prompts]
 
 
+@pytest.mark.parametrize("room", [4, 2])
+def test_ranks_restore_the_same_states(tmp_path, prompts, room):
+    """Each rank its own part of them; what one has no room for, none has."""
+    before = Model(2, kind="linear")
+    saved(tmp_path, before, prompts)
+    model = Model(2, kind="linear").start(held=3)
+    allocators = [e.requests.mamba_allocator for e in model.engines]
+    for allocator in allocators:
+        allocator.alloc(model.held)
+    away = allocators[1].alloc(allocators[1].available_size() - room).clone()
+    group = Group(tmp_path, model)
+    group.load()
+    group.close()
+    allocators[1].free(away)
+    assert model.check(prompts)[-room:] == [len(p) for p in prompts[-room:]]
+    for old, new in zip(before.engines, model.engines, strict=True):
+        assert new.states() == {path: state for path, state in old.states().items() if path in new.states()}
+        assert len(new.states()) == room
+
+
 def test_a_damaged_record_of_one_rank_costs_its_nodes_on_all(tmp_path, prompts):
     group = saved(tmp_path, Model(2), prompts)
     path = group.homes[1].path
@@ -322,6 +343,52 @@ def test_one_replica_more_finds_what_the_others_left(tmp_path, prompts):
     model, _ = restarted(tmp_path, Model(dp=0), replicas=2)
     assert model.check(prompts[:2]) == [len(p) for p in prompts[:2]]
     model, _ = restarted(tmp_path, Model(dp=0), replicas=1)
+    assert model.check(prompts) == [len(p) for p in prompts]
+
+
+def test_what_a_replica_left_is_taken_once(tmp_path, prompts):
+    saved(tmp_path, Model(dp=0), prompts[:2])
+    saved(tmp_path, Model(dp=1), prompts[2:3])
+    group = Group(tmp_path, Model(dp=0).start())
+    group.load()
+    (home,) = group.homes
+    assert [source.replica for source in home.sources] == [1]
+    group.save()
+    assert home.manifest.taken == {"dp1-adp0": 1}
+    group.load()
+    assert home.sources == []
+    group.close()
+    # It was there again in between, and has left more.
+    saved(tmp_path, Model(dp=1), prompts[3:])
+    model, _ = restarted(tmp_path, Model(dp=0))
+    assert model.check(prompts) == [len(p) for p in prompts]
+
+
+def test_that_a_replica_was_taken_is_remembered_though_it_brought_nothing(tmp_path, prompts):
+    saved(tmp_path, Model(dp=0), prompts)
+    saved(tmp_path, Model(dp=1), prompts[:1])
+    group = Group(tmp_path, Model(dp=0).start())
+    group.load()
+    (result,) = group.save()
+    assert (result.generation, result.new_tokens) == (2, 0)
+    (result,) = group.save()
+    assert result.generation == 2
+    group.close()
+
+
+def test_ranks_that_hold_different_generations_of_one_tree_come_together(tmp_path, prompts):
+    group = saved(tmp_path, Model(2), prompts)
+    for segment in group.homes[1].path.glob("*.kvs"):
+        segment.unlink()
+    for _ in range(3):
+        group.save(leads=False)
+    newest = {shard.newest(REAL, home.path)[0].generation for home in group.homes}
+    assert len(newest) == 1
+    generations = [home.generation for home in group.homes]
+    group.save()
+    assert [home.generation for home in group.homes] == generations
+    group.close()
+    model, _ = restarted(tmp_path, Model(2))
     assert model.check(prompts) == [len(p) for p in prompts]
 
 

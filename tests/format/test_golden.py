@@ -45,9 +45,10 @@ def test_there_are_versions_to_read():
 def test_a_stored_shard_reads_to_what_was_put_into_it(version, place):
     expected, path = expectation(version)["shards"][place], GOLDEN[version] / "store" / place
     m = newest(version, place)
-    assert (m.generation, m.page_tokens, len(m.nodes)) == (
+    assert (m.generation, m.page_tokens, m.taken, len(m.nodes)) == (
         expected["generation"],
         expected["page_tokens"],
+        expected["taken"],
         len(expected["nodes"]),
     )
     opened = {ref.id: shard.open_segment(REAL, path, ref.id, ref) for ref in m.segments}

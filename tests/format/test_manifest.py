@@ -452,6 +452,17 @@ def test_rates_that_are_absent_or_senseless_count_as_not_measured(rates):
     assert manifest.decode(edit_manifest(SMALL, lambda b: b.pop("rates"))).rates == Rates()
 
 
+@pytest.mark.parametrize("taken", [{}, {"dp1-adp0": -1}, {"dp1-adp0": True}, {"dp1-adp0": "1"}])
+def test_what_was_taken_may_be_absent_or_senseless(taken):
+    assert manifest.decode(edit_manifest(SMALL, member("taken", taken))).taken == {}
+    assert manifest.decode(SMALL).taken == {}
+
+
+def test_what_was_taken_comes_back():
+    m = replace(builders.small_manifest(), taken={"dp1-adp0": 7, "dp2-adp0": 1 << 40})
+    assert manifest.decode(manifest.encode(m)).taken == m.taken
+
+
 def test_rates_come_back():
     m = replace(builders.small_manifest(), rates=Rates(1e6, 0.25e-3, 4000.0))
     assert manifest.decode(manifest.encode(m)).rates == m.rates

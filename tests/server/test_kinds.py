@@ -19,7 +19,10 @@ def warm_pass(server: serving.Server, prompts: list[str]):
     return serve(server, prompts)
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("gemma3", ()), ("deepseek", ("--page-size", 16)), ("qwen3", ())])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("gemma3", ()), ("deepseek", ("--page-size", 16)), ("qwen3", ()), ("llama", ("--chunked-prefill-size", 512))],
+)
 def test_every_kind_of_model_restarts_warm(prompts, tmp_path, kind, flags):
     with serving.Server(serving.model(kind), *persist(tmp_path / "store", *flags)) as server:
         warm = warm_pass(server, prompts)
@@ -107,6 +110,27 @@ def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_pa
         found = serve(server, prompts)
         assert found.cached >= 0.99 * sum(cached(warm))
         assert found.ids == [a.ids for of in warm for a in of]
+
+
+def test_what_hicache_has_in_host_memory_alone_is_counted(llama, tmp_path):
+    """Nodes that it has in both places are saved and restored like all others."""
+    hicache = (
+        *("--enable-hierarchical-cache", "--hicache-ratio", 4, "--hicache-io-backend", "direct"),
+        *("--hicache-mem-layout", "page_first_direct", "--page-size", 16),
+    )
+    env = {"SGLANG_PERSIST_HICACHE_ON_CPU": "1"}
+    first, last = serving.prompts(4, chars=5000, shared=0), serving.prompts(1, chars=5000, shared=0, offset=40_000)
+    with serving.Server(llama, *persist(tmp_path / "store", *hicache), env=env, max_tokens=4096) as server:
+        assert status(server)["snapshot"]["not_saved"] == {}
+        serve(server, first)
+        warm = warm_pass(server, last)
+        taken = snapshot(server)
+        found = status(server)["snapshot"]["not_saved"]
+        assert found["host_memory"] > 1000
+        assert taken["tokens"] <= 4096
+        server.stop()
+        server.start()
+        assert_warm(serve(server, last), warm)
 
 
 def test_several_tokenizer_workers_save_at_the_end(llama, prompts, tmp_path):
