@@ -53,8 +53,8 @@ class KvPages:
         return self._page if self.pools[pool].unit == "page" else 1
 
     def _rows(self, pool: int, tokens: int) -> int:
-        """How many rows so many tokens, which are whole pages, have in a record."""
-        return self.pools[pool].rows(tokens // self._page, self._page)
+        """How many rows so many tokens have in a record: whole pages, but where there is a row for each slot."""
+        return tokens if self.pools[pool].unit == "slot" else tokens // self._page
 
     def _index(self, pool: int, slots: torch.Tensor) -> torch.Tensor:
         """The rows of these slots, which are whole pages where a page has one row."""
