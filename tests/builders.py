@@ -33,6 +33,7 @@ POOLS = (
         ),
     ),
     Pool("window", "page", (Buffer("state", "uint8", (5,), 5), Buffer("sums", "float16", (6,), 12))),
+    Pool("states", "state", (Buffer("conv0.2", "bfloat16", (3,), 6), Buffer("state2", "float32", (2, 2), 16))),
 )
 
 SPACES = (
@@ -47,7 +48,7 @@ SPACES = (
 NODES = ((-1, 0, 4), (0, 0, 3), (0, 0, 2), (-1, 1, 1), (-1, 2, 2), (-1, 3, 1), (-1, 4, 3), (6, 4, 2))
 
 #: Of each segment its records: (pool, [(node, first page, pages), ...]). Node 0 is cut in two, records span nodes, and
-#: the window pool covers only parts of nodes 0, 1 and 7.
+#: the window pool covers only parts of nodes 0, 1 and 7; after nodes 0 and 7 there is a state.
 RECORDS = (
     ((0, ((0, 0, 2),)), (0, ((0, 2, 2), (1, 0, 3))), (1, ((1, 1, 2),))),
     (
@@ -58,6 +59,8 @@ RECORDS = (
         (0, ((5, 0, 1),)),
         (0, ((6, 0, 3), (7, 0, 2))),
         (1, ((7, 1, 1),)),
+        (2, ((0, 3, 1),)),
+        (2, ((7, 1, 1),)),
     ),
 )
 WIDE_NODE = 4  # its token ids need 64 bits
@@ -172,7 +175,7 @@ class LittleStore:
 
 
 def little_store(page_tokens: int = 1, setting: str = "auto", seed: int = 7) -> LittleStore:
-    """Eight nodes in five spaces, two pools and two segments. The same bytes each time."""
+    """Eight nodes in five spaces, three pools and two segments. The same bytes each time."""
     rng = np.random.default_rng(seed)
     nodes: list[LittleNode] = []
     for i, (parent, space_at, pages) in enumerate(NODES):

@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_persist.errors import LimitExceeded, Malformed
 from sglang_persist.format import envelope, limits
-from sglang_persist.model import Identity, Manifest, Rates, SegmentRef
+from sglang_persist.model import Identity, Manifest, Pool, Rates, SegmentRef
 from sglang_persist.nodes import PIECE, NodeTable, Pieces
 
 MAJOR, MINOR = 1, 0
@@ -73,7 +73,7 @@ def _from_body(body: dict, with_nodes: bool) -> Manifest:
     page_tokens = field(body, "page_tokens", int)
     if not 1 <= page_tokens <= limits.MAX_RECORD_PAGES:
         raise LimitExceeded(f"pages of {page_tokens} tokens")
-    nodes = _nodes(body, len(pools), len(spaces), segments) if with_nodes else ()
+    nodes = _nodes(body, pools, len(spaces), segments) if with_nodes else ()
     identity = field(body, "identity", dict)
     if not _is_json(identity):
         raise Malformed("the identity is not plain text, numbers, lists and maps")
@@ -157,7 +157,7 @@ def _segments(body: dict) -> tuple[SegmentRef, ...]:
     return tuple(SegmentRef(*row) for row in rows)
 
 
-def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]) -> NodeTable:
+def _nodes(body: dict, pools: tuple[Pool, ...], spaces: int, segments: tuple[SegmentRef, ...]) -> NodeTable:
     column = envelope.column
     parent, space = column(body, "node_parent", "<i4"), column(body, "node_space", "<u4")
     pages = column(body, "node_pages", "<u4")
@@ -175,13 +175,16 @@ def _nodes(body: dict, pools: int, spaces: int, segments: tuple[SegmentRef, ...]
     owner, pool, at, segment, record, first, length = (p.astype(np.int64) for p in pieces)
     if total:
         counts = np.array([s.records for s in segments], np.int64)
-        if (np.diff(owner) < 0).any() or owner.max() >= n or pool.max() >= pools or segment.max() >= len(segments):
+        if (np.diff(owner) < 0).any() or owner.max() >= n or pool.max() >= len(pools) or segment.max() >= len(segments):
             raise Malformed("a piece names a node, pool or segment that is not there")
         if (record >= counts[segment]).any() or length.min() < 1 or (at + length > pages[owner]).any():
             raise Malformed("a piece lies outside its record or node")
         if (first + length > limits.MAX_RECORD_PAGES).any():
             raise LimitExceeded("a piece is longer than a record may be")
         _check_coverage(owner, pool, at, length, pages)
+        of_states = np.array([p.at_ends for p in pools])[pool]
+        if (of_states & ((length != 1) | (at + 1 != pages[owner]))).any():
+            raise Malformed("a state does not stand at the end of its node")
     if n and not total:
         raise Malformed("nodes without pieces")
     rows = np.empty(total, PIECE)

@@ -452,6 +452,26 @@ def test_rates_that_are_absent_or_senseless_count_as_not_measured(rates):
     assert manifest.decode(edit_manifest(SMALL, lambda b: b.pop("rates"))).rates == Rates()
 
 
+@pytest.mark.parametrize(("at", "pages"), [(0, 1), (1, 2), (0, 3)])
+def test_a_state_stands_at_the_end_of_its_node_alone(at, pages):
+    """One that stood elsewhere would be taken for the state after the whole node."""
+    m = builders.small_manifest()
+    states = Pool("states", "state", (Buffer("state0", "float32", (1,), 4),))
+    (first, *others) = m.nodes
+
+    def having(*pieces):
+        node = replace(first, pages=3, pieces=(replace_piece(first), *pieces))
+        return replace(m, pools=(*m.pools, states), nodes=(node, *others), tokens=4)
+
+    def replace_piece(node):
+        return node.pieces[0]._replace(pages=3)
+
+    end = Piece(1, 2, m.segments[0].id, 0, 0, 1)
+    assert manifest.decode(manifest.encode(having(end))).nodes[0].pieces[1] == end
+    with pytest.raises(Malformed, match="state"):
+        manifest.decode(manifest.encode(having(end._replace(at=at, pages=pages))))
+
+
 @pytest.mark.parametrize("taken", [{}, {"dp1-adp0": -1}, {"dp1-adp0": True}, {"dp1-adp0": "1"}])
 def test_what_was_taken_may_be_absent_or_senseless(taken):
     assert manifest.decode(edit_manifest(SMALL, member("taken", taken))).taken == {}
