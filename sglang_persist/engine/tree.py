@@ -198,7 +198,7 @@ class LiveTree:
     def _count_host(self, nodes: TreeNodes) -> Generator[None, None, None]:
         """How much HiCache has in host memory alone: the core names no node of that."""
         pool = getattr(self.cache, "full_kv_pool_host", None)
-        if pool is None or not self.core.enable_hicache or self.core.is_host_memory_buffer_only:
+        if pool is None or getattr(self.core, "is_host_memory_buffer_only", False):
             return
         count = int(pool.logical_size) - int(pool.available_size())
         for i, node in enumerate(nodes):

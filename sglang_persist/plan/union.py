@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +28,11 @@ class _Branch:
 
 
 class _Union:
-    """Trees grown into one: a path that is there in part is split where the new one leaves it."""
+    """Trees grown into one: a path that is there in part is split where the new one leaves it. `at_ends`: pools of
+    states."""
 
-    def __init__(self, page_tokens: int):
-        self.page_tokens = page_tokens
+    def __init__(self, page_tokens: int, at_ends: Set[int] = frozenset()):
+        self.page_tokens, self._at_ends = page_tokens, at_ends
         self.branches: list[_Branch] = []
         self._children: dict[tuple, int] = {}
 
@@ -65,7 +66,14 @@ class _Union:
                 return -1
             at = child if same == len(self.branches[child].keys) else self._split(child, same)
             done += same
+        self._add_states(self.branches[at], own)
         return at
+
+    def _add_states(self, branch: _Branch, own: _Branch) -> None:
+        """Of a branch that ends where another node does: the state there, if only that one has it."""
+        have = {p.pool for p in branch.pieces}
+        new = [p._replace(at=len(branch.keys) - 1) for p in own.pieces if p.pool in self._at_ends - have]
+        branch.pieces = sorted([*branch.pieces, *new], key=lambda p: (p.pool, p.at)) if new else branch.pieces
 
     def _same_pages(self, a: _Branch, b: _Branch) -> int:
         most = min(len(a.keys), len(b.keys))
@@ -124,7 +132,7 @@ def union(
     was all the same. `ends`: where those of `newer` end, if not at its leaves. Both have the same pools and pages.
     """
     m = newer.manifest
-    grown = _Union(m.page_tokens)
+    grown = _Union(m.page_tokens, {number for number, pool in enumerate(m.pools) if pool.at_ends})
     of_newer, _ = grown.grow(newer, segments)
     if ends is None:
         inner = {n.parent for n, end in zip(m.nodes, of_newer, strict=True) if end >= 0}

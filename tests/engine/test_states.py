@@ -181,6 +181,26 @@ def test_of_a_node_that_was_seen_twice_one_state_is_taken(tmp_path, rng, core, m
 
 
 @pytest.mark.parametrize("core", CORES)
+def test_a_state_that_only_an_older_generation_has_comes_back(tmp_path, rng, core):
+    e, at = real.engine(core=core, **KIND), flow.home(tmp_path)
+    head = real.random_tokens(rng, 100)
+    tails = [real.random_tokens(rng, 50) for _ in range(3)]
+    keys = [e.put(head), *(e.put(head + tail) for tail in tails)]
+    flow.snapshot(e, at)
+    states = e.states()
+    e.evict()
+    for tail in tails[:2]:
+        e.put(head + tail)
+    flow.snapshot(e, at)
+    at.close()
+    again, _, _ = restart(tmp_path, core)
+    assert matches(again, keys) == [100, 150, 150, 150]
+    (space, path) = next(key for key in states if len(key[1]) == 100)
+    assert again.states()[space, path] == states[space, path]
+    again.check_evictable(held=3)
+
+
+@pytest.mark.parametrize("core", CORES)
 def test_a_path_that_ends_above_older_ones_is_evicted_after_them(tmp_path, rng, core):
     """What the newest generation ends with is the most recent, whatever only an older one has below it."""
     e, at = real.engine(core=core, **KIND), flow.home(tmp_path)
