@@ -6,6 +6,7 @@ import contextlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -349,6 +350,8 @@ def engine(
         )  # fmt: skip
     else:
         pool = make_pool(kind, size, page, layers, heads, dim, dtype, window_size, first_layer)
+    if kind in COMPONENTS and metadata.version("sglang").startswith("0.5.22"):
+        pytest.skip("SGLang 0.5.22 does not tell which layers the parts of a pool are of: refused there")
     allocator = make_allocator(pool, size, page, dtype)
     with linear_settings() if kind == "linear" else contextlib.nullcontext():
         cache = UnifiedRadixCache(

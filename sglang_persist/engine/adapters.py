@@ -50,9 +50,11 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _layers(pool, prefix: str, tensors: Sequence[torch.Tensor] | None, dtype: torch.dtype | None = None) -> list[Named]:
     """A buffer for each layer, named by the layer's number in the whole model."""
+    # 0.5.22 does not tell them, and numbers a pool's layers without a gap.
+    layers = getattr(pool, "model_layer_ids", None) or range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [
         Named(f"{prefix}{layer}", _dtype(dtype or tensor.dtype), tensor)
-        for layer, tensor in zip(pool.model_layer_ids, tensors or (), strict=False)
+        for layer, tensor in zip(layers, tensors or (), strict=False)
         if tensor.shape[0]  # a layer that shares another's index has none of its own
     ]
 
@@ -90,13 +92,14 @@ def _dsa(pool) -> list[Named]:
 
 
 def _mla_refuse(pool) -> str | None:
-    if pool.layer_shard_enabled:
+    if getattr(pool, "layer_shard_enabled", False):
         return "layers that are shared out among ranks"
     return None
 
 
 def _mla_plain_refuse(pool) -> str | None:
-    return "a KV cache with scale buffers" if pool.kv_scale_buffer is not None else _mla_refuse(pool)
+    scaled = getattr(pool, "kv_scale_buffer", None) is not None
+    return "a KV cache with scale buffers" if scaled else _mla_refuse(pool)
 
 
 def _dsa_refuse(pool) -> str | None:
@@ -145,7 +148,7 @@ def parts(allocator, drafts: Sequence[object] = (), requests: object = None) -> 
     if class_name(kv) == LINEAR_POOL:
         if drafts:
             raise Unsupported("unsupported_speculation", "draft models beside states of linear attention")
-        if ADAPTERS.get(class_name(kv.full_kv_pool)) is None or ADAPTERS[class_name(kv.full_kv_pool)].latent:
+        if not _knows_its_layers(kv.full_kv_pool):
             raise Unsupported("unsupported_pool", f"linear attention beside {class_name(kv.full_kv_pool)}")
         return [_part("full", kv.full_kv_pool, allocator), _states(requests)]
     if class_name(kv) == SWA_POOL:
@@ -154,14 +157,19 @@ def parts(allocator, drafts: Sequence[object] = (), requests: object = None) -> 
         if allocator.swa_req_ring:
             raise Unsupported("unsupported_pool", "a sliding window that is a ring for each request")
         for sub_pool in (kv.full_kv_pool, kv.swa_kv_pool):
-            # Others do not know which layers of the model theirs are.
-            if ADAPTERS.get(class_name(sub_pool)) is None or ADAPTERS[class_name(sub_pool)].latent:
+            if not _knows_its_layers(sub_pool):
                 raise Unsupported("unsupported_pool", f"sliding windows over {class_name(sub_pool)}")
         return [
             _part("full", kv.full_kv_pool, allocator.full_attn_allocator, drafts),
             _part("swa", kv.swa_kv_pool, allocator.swa_attn_allocator),
         ]
     return [_part("kv", kv, allocator, drafts)]
+
+
+def _knows_its_layers(sub_pool) -> bool:
+    """Whether a pool that has some of the model's layers tells which: only those of keys and values do."""
+    adapter = ADAPTERS.get(class_name(sub_pool))
+    return adapter is not None and not adapter.latent and getattr(sub_pool, "model_layer_ids", None) is not None
 
 
 def _states(requests) -> Part:

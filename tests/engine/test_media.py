@@ -19,7 +19,7 @@ from sglang_persist.fs import REAL
 from sglang_persist.store import verify
 
 CORES = ("rust", "python")
-PICTURE = [MM_PAD_SHIFT_VALUE + 7, MM_PAD_SHIFT_VALUE + (1 << 61)] * 20
+PICTURE = [MM_PAD_SHIFT_VALUE + 7, MM_PAD_SHIFT_VALUE + (1 << 29)] * 20
 
 
 @pytest.fixture
