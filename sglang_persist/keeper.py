@@ -170,6 +170,14 @@ class Keeper:
         found = [e.name for e in self.home.fs.list(cut) if e.is_dir and names.SHARD.fullmatch(e.name)]
         return [cut / name for name in found if coordinates(name).get("dp", 0) < self.shape.replicas]
 
+    def _spares(self, shard: Path) -> bool:
+        """Whether a shard counts as in use: those of this server's ranks, and of replicas that are no more those that
+        another one of its replicas looks after, as it does where these are restored (store/sources.py)."""
+        if shard.parent != self.home.path.parent:
+            return False
+        number, own = (coordinates(name).get("dp", 0) for name in (shard.name, self.home.path.name))
+        return number < self.shape.replicas or number % self.shape.replicas != own
+
     # ---------------------------------------------------------------------------------------------- move
 
     def start(self) -> Budget:
@@ -223,8 +231,7 @@ class Keeper:
         # Of what other namespaces give up, each rank has its part.
         missing = (wanted - budget.room) * self.shape.ranks
         since = time.time() - RECENT
-        ours = self._shards()
-        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, since, lambda path: path in ours)
+        plan, locks = prune.plan_store(home.fs, home.root, KEEP, None, missing, since, self._spares)
         try:
             prune.execute(home.fs, plan)
         finally:
@@ -328,7 +335,7 @@ class Keeper:
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
             rates=self.rates,
-            taken=dict(home.taken),
+            taken=dict(home.manifest.taken if again else home.taken),
         )
         size = commit(home.fs, home.path, manifest, again or request.generation == home.generation)
         # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.

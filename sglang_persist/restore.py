@@ -512,7 +512,8 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
                 reason = "not_taken"
             else:
                 # Where another path has brought this very node, it has its state already.
-                if states is not None and int(tree.state(TreeNode(found, -1, start, end))[0]) == int(state[0]):
+                held = tree.state(TreeNode(found, -1, start, end)) if states is not None else None
+                if held is not None and int(held[0]) == int(state[0]):
                     f.linked.add((states, i))
                 for k in (*reversed(above), i):
                     waiting.discard(k)

@@ -114,7 +114,7 @@ class Persistence:
         elif self._attempted is not None:
             self._end_attempt(False)
             self._cold("ranks_disagree", "another rank has nothing to restore")
-            self.restore_state = "done"
+            self.restore_state, self.restored.whole = "done", False
         self._agree(group)
         if self.why_off or not self.writes:
             return
@@ -173,7 +173,8 @@ class Persistence:
             self.scheduler.req_to_token_pool.clear()
             self.tree.watch()
             self.home.forget_tree()
-        self.restored.tokens = 0
+            self.home.taken = {}
+        self.restored.tokens, self.restored.whole = 0, False
 
     def _open(self) -> None:
         scheduler, parallel = self.scheduler, get_parallel()
@@ -230,10 +231,12 @@ class Persistence:
             logger.warning("passed over: %s", error)
         self._generation = self._on_store(home.next_generation, deadline) - 1
         if self.settings.restore == "off":
+            home.taken = {}
             return
         self.restore_state = "done"
         if home.manifest is not None and home.manifest.pools != self.pages.pools:
             home.manifest = home.fuller = None
+            home.taken = {}
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
         try:
             self._on_store(lambda: home.look_around(self._place, self._replicas), deadline)

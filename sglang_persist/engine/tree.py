@@ -108,6 +108,7 @@ class LiveTree:
         self._watching = self._lru
         self._inserted = {} if self._watching else None
         self._parents, self._unhashed = {}, 0
+        self._texts, self._ends = {}, {}
 
     def inserted(self, node_id: int, new_tokens: int) -> None:
         self._unhashed += new_tokens

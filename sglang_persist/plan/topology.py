@@ -71,6 +71,9 @@ def fits(rank: Rank, cut: Mapping[str, Any], shard: str, pools: Sequence[Pool]) 
     """For each pool of a stored shard, what of it this rank needs and where it belongs. None: nothing."""
     ours, theirs = _size(rank.cut), _size(cut)
     mine, at = coordinates(rank.shard).get("tp", 0), coordinates(shard).get("tp", 0)
+    if mine != at and (rank.cut.get("states") or rank.cut.get("drafts")):
+        # Of equal shape on every rank, but each rank's own: nothing here tells their parts apart.
+        return (None,) * len(pools)
     number = {pool.name: i for i, pool in enumerate(rank.pools)}
     out: list[Fit | None] = []
     for pool in pools:

@@ -68,6 +68,8 @@ class Home:
         self.taken = {g: n for g, n in self.taken.items() if coordinates(g).get("dp", 0) >= replicas}
         found = sources.find(self.fs, self.path, rank, replicas, self.manifest is None)
         self.sources = sources.choose(self.manifest, self.path.parent, rank, replicas, found)
+        if self.restores_another_cut:
+            self.taken = {}
 
     def took(self) -> None:
         """What was chosen has been restored, as far as there was room for it."""

@@ -169,18 +169,19 @@ def plan_store(
     total = sum(sum(s.sizes.values()) for s in shards)
     order = sorted(
         {
-            (m.created, s.path.parent, g)
+            (m.created, s.path.parent, names.group(s.path.name), g)
             for s in shards
             for g, m in s.manifests.items()
             if g not in current.get(s.path, ())
         },
-        key=lambda entry: (entry[0], str(entry[1]), entry[2]),
+        key=lambda entry: (entry[0], str(entry[1]), *entry[2:]),
     )
-    for _, cut, generation in order:
+    for _, cut, group, generation in order:
         if plan.freed_bytes >= free_bytes and (max_bytes is None or total - plan.freed_bytes <= max_bytes):
             break
         for s in shards:
-            if s.path.parent == cut and generation in s.manifests and generation not in current.get(s.path, ()):
+            same = s.path.parent == cut and names.group(s.path.name) == group
+            if same and generation in s.manifests and generation not in current.get(s.path, ()):
                 going[s.path].add(generation)
         plan = build()
     return plan, locks

@@ -86,6 +86,8 @@ class Model:
     def identity(self):
         topology = {"tp": self.tp, "pp": self.pp, "cp": 1, "adp": 1}
         cut = {"topology": topology, "page": self.page, "pool": self.kind, "layout": 1}
+        if self.kind == "linear":
+            cut["states"] = {"chunk": 64}
         return replace(real.IDENTITY, cut=cut)
 
     def stage(self, pp: int) -> int:
@@ -286,6 +288,17 @@ def test_ranks_restore_the_same_states(tmp_path, prompts, room):
     for old, new in zip(before.engines, model.engines, strict=True):
         assert new.states() == {path: state for path, state in old.states().items() if path in new.states()}
         assert len(new.states()) == room
+
+
+@pytest.mark.parametrize("heads", [4, 1])
+def test_a_new_replica_takes_of_each_rank_its_own_states(tmp_path, prompts, heads):
+    """They are of one shape on all ranks, also where these hold the same KV heads."""
+    before = Model(2, kind="linear", heads=heads)
+    saved(tmp_path, before, prompts)
+    model, _ = restarted(tmp_path, Model(2, kind="linear", heads=heads, dp=1), replicas=2)
+    for old, new in zip(before.engines, model.engines, strict=True):
+        assert new.states() == old.states()
+        assert len(new.states()) == 4
 
 
 def test_a_damaged_record_of_one_rank_costs_its_nodes_on_all(tmp_path, prompts):
