@@ -75,6 +75,14 @@ class Server:
             time.sleep(0.1)
         return time.monotonic() - began
 
+    def wait_for(self, line: str, times: int = 1, timeout=300) -> None:
+        """Until the log has a line so many times."""
+        began = time.monotonic()
+        while self.log.read_text(errors="replace").count(line) < times:
+            if time.monotonic() - began > timeout:
+                self._fail(f"did not log {times} times {line!r} within {timeout} s")
+            time.sleep(0.1)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"

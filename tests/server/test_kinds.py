@@ -136,6 +136,8 @@ def test_what_hicache_has_in_host_memory_alone_is_counted(llama, tmp_path):
 def test_several_tokenizer_workers_save_at_the_end(llama, prompts, tmp_path):
     with serving.Server(llama, *persist(tmp_path / "store", "--tokenizer-worker-num", 2)) as server:
         warm = warm_pass(server, prompts)
+        # The server is ready with its first worker. One that gets SIGTERM while it is starting does not end.
+        server.wait_for("Application startup complete", 2)
         assert server.stop() < STOP_SECONDS
         server.start()
         assert_warm(serve(server, prompts), warm)
