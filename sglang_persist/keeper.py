@@ -23,7 +23,6 @@ from sglang_persist.plan.breakeven import least_tokens
 from sglang_persist.plan.fitting import newest_part
 from sglang_persist.plan.rewriting import plan_merge, plan_reclaim
 from sglang_persist.plan.saving import Settled
-from sglang_persist.plan.topology import coordinates
 from sglang_persist.store import names, prune, shard
 from sglang_persist.store.home import KEEP, RECENT, Home
 from sglang_persist.store.shard import Segment, open_segment
@@ -168,15 +167,15 @@ class Keeper:
         """The directories of this server's ranks: those of replicas that are no more are not among them."""
         cut = self.home.path.parent
         found = [e.name for e in self.home.fs.list(cut) if e.is_dir and names.SHARD.fullmatch(e.name)]
-        return [cut / name for name in found if coordinates(name).get("dp", 0) < self.shape.replicas]
+        return [cut / name for name in found if names.replica(name) < self.shape.replicas]
 
     def _spares(self, shard: Path) -> bool:
         """Whether a shard counts as in use: those of this server's ranks, and of replicas that are no more those that
         another one of its replicas looks after, as it does where these are restored (store/sources.py)."""
         if shard.parent != self.home.path.parent:
             return False
-        number, own = (coordinates(name).get("dp", 0) for name in (shard.name, self.home.path.name))
-        return number < self.shape.replicas or number % self.shape.replicas != own
+        replicas, own = self.shape.replicas, names.replica(self.home.path.name)
+        return names.replica(shard.name) < replicas or names.heir(shard.name, replicas) != own
 
     # ---------------------------------------------------------------------------------------------- move
 
@@ -335,7 +334,7 @@ class Keeper:
             stored_bytes=sum(int(segments[s].stored[r]) for s, r in used),
             left_out_tokens=settled.left_out_tokens,
             rates=self.rates,
-            taken=dict(home.manifest.taken if again else home.taken),
+            taken=home.manifest.taken if again else home.taken,
         )
         size = commit(home.fs, home.path, manifest, again or request.generation == home.generation)
         # Here, not by whoever waits for it: a snapshot that is given up at this point has been taken all the same.

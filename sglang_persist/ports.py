@@ -39,8 +39,9 @@ class Tree(Protocol):
         Right also after a split: the id stays with the lower half, whose path still holds the positions asked for.
         """
 
-    def state(self, node: TreeNode):
-        """The slot of the state that the model has after the whole path; None where there is none any more."""
+    def state(self, node_id: int):
+        """The slot of the state that the model has after the path that ends with this node; None where there is none
+        any more."""
 
     def insert(
         self, space: Space, tokens: np.ndarray, slots, matched: int, absent: Sequence[int] = (), state=None

@@ -26,7 +26,7 @@ from sglang_persist.bounded import Gate
 from sglang_persist.errors import FormatError, RanksDisagree, StoreError
 from sglang_persist.format.segment import SegmentIndex
 from sglang_persist.model import Manifest, Piece
-from sglang_persist.plan.agreement import in_common, offer
+from sglang_persist.plan.agreement import ELSEWHERE, in_common, offer
 from sglang_persist.plan.loading import (
     NO_STATE,
     Fit,
@@ -41,7 +41,7 @@ from sglang_persist.plan.loading import (
 )
 from sglang_persist.plan.topology import Part as TreePart
 from sglang_persist.plan.topology import joined, paged
-from sglang_persist.plan.tree import Known, TreeNode
+from sglang_persist.plan.tree import Known
 from sglang_persist.plan.union import union
 from sglang_persist.ports import ALONE, Pages, Ranks, Tree
 from sglang_persist.store.home import Home
@@ -66,8 +66,8 @@ class RestoreResult:
     load_seconds: float = 0.0
     insert_seconds: float = 0.0
     nodes: int = 0
-    #: Whether all that was chosen could be read.
-    whole: bool = True
+    #: Whether all that was chosen is in the tree.
+    whole: bool = False
     #: Over the inserted nodes in order: ranks with equal digests have equal trees.
     digest: Any = field(default_factory=hashlib.sha256)
     #: What was not loaded in time, or not to be waited for, and can go on while the engine serves.
@@ -142,7 +142,6 @@ class _Filling:
     shared: dict[int, list] = field(default_factory=dict)
 
     def fail(self, read: Read, reason: str) -> None:
-        self.result.whole = False
         pool = self.fits[read.pool].pool
         if pool:
             self.lacking.update((pool, use.node) for use in read.uses)
@@ -339,6 +338,8 @@ def _fill(
         home.known = home.known.in_columns()
         result.load_seconds, result.insert_seconds = loaded - began, time.monotonic() - loaded
         result.nodes = len(filling.inserted)
+        lost = filling.failed or filling.lacking or result.errors or result.refused[ELSEWHERE]
+        result.whole = not lost
     finally:
         for pool, layout in enumerate(filling.layouts[: len(filling.slots)]):
             for i in layout.runs:
@@ -481,7 +482,7 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
         end = start + node.pages * m.page_tokens
         if i in came:
             if i in f.inserted:  # it was put in as the beginning of another path; here it is used for its own sake
-                put(i, end, ()) if states is None else tree.refresh(space, tokens_of(i), f.inserted[i])
+                tree.refresh(space, tokens_of(i), f.inserted[i])
             continue
         came.add(i)
         reason = f.failed.get(i)
@@ -512,7 +513,7 @@ def _insert(tree: Tree, pages: Pages, home: Home, f: _Filling) -> None:
                 reason = "not_taken"
             else:
                 # Where another path has brought this very node, it has its state already.
-                held = tree.state(TreeNode(found, -1, start, end)) if states is not None else None
+                held = tree.state(found) if states is not None else None
                 if held is not None and int(held[0]) == int(state[0]):
                     f.linked.add((states, i))
                 for k in (*reversed(above), i):

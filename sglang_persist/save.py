@@ -203,7 +203,7 @@ class _Reader:
             start = live.start + first * tree.page_tokens
             found = self._content(node)
             if self._pages.pools[pool].at_ends:
-                slots = found and tree.state(live)
+                slots = found and tree.state(live.id)
             else:
                 slots = found and tree.slots(live, start, start + pages * tree.page_tokens)
                 slots = slots if slots is None else self._pages.of_pool(pool, slots)

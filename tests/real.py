@@ -175,7 +175,7 @@ class Engine:
                     slots.append(self.allocator.full_to_swa_index_mapping[slots[0]])
                 out[space, tokens[: at + page + space.extra_tokens]] = tuple(
                     b"".join(_bytes(b, _rows(own, per_page, page)) for b, per_page in of_pool) if own.all() else None
-                    for of_pool, own in zip(self.buffers(), slots, strict=False)
+                    for of_pool, own in zip(self.buffers()[: len(slots)], slots, strict=True)
                 )
         return out
 

@@ -67,20 +67,17 @@ class Server:
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         atexit.register(self.kill)
-        while READY not in self.log.read_text(errors="replace"):
-            if self.process.poll() is not None:
-                self._fail(f"ended with {self.process.returncode} before it was ready")
-            if time.monotonic() - began > timeout:
-                self._fail(f"was not ready within {timeout} s")
-            time.sleep(0.1)
+        self.wait_for(READY, timeout=timeout)
         return time.monotonic() - began
 
     def wait_for(self, line: str, times: int = 1, timeout=300) -> None:
-        """Until the log has a line so many times."""
+        """Until the log has a line so many times: of some things that is all that a server tells."""
         began = time.monotonic()
         while self.log.read_text(errors="replace").count(line) < times:
+            if self.process.poll() is not None:
+                self._fail(f"ended with {self.process.returncode} before it said {line!r}")
             if time.monotonic() - began > timeout:
-                self._fail(f"did not log {times} times {line!r} within {timeout} s")
+                self._fail(f"did not say {line!r} within {timeout} s")
             time.sleep(0.1)
 
     @property

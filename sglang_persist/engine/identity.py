@@ -27,6 +27,7 @@ from sglang_persist.engine.tree import LiveTree
 from sglang_persist.errors import Unsupported
 from sglang_persist.fs import FileSystem
 from sglang_persist.model import Identity
+from sglang_persist.plan.topology import OWN
 
 #: Written by the tool that saved the checkpoint; says nothing about what a token's KV is.
 _VOLATILE = {"_name_or_path", "transformers_version", "_commit_hash"}
@@ -307,10 +308,12 @@ def _version(distribution: str) -> str | None:
 
 
 def heads(config, pages: KvPages) -> tuple[int | None, ...]:
-    """For each pool, the KV heads of the whole model; None where ranks do not share them out."""
+    """As in `topology.Rank`."""
+    if pages.drafted:  # draft models are dealt out among ranks in ways of their own
+        return (OWN,) * len(pages.pools)
     if pages.latent:
         return (None,) * len(pages.pools)
-    of_kind = {"swa": config.get_swa_num_kv_heads(1), "states": None}
+    of_kind = {"swa": config.get_swa_num_kv_heads(1), "states": OWN}
     return tuple(of_kind.get(pool.name, config.get_num_kv_heads(1)) for pool in pages.pools)
 
 

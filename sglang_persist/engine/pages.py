@@ -35,6 +35,7 @@ class KvPages:
     ):
         found = parts(allocator, drafts, requests)
         self._allocator, self.kv = allocator, allocator.get_kvcache()
+        self.drafted = bool(drafts)
         self._allocators = [part.allocator for part in found]
         self.pools = tuple(part.pool for part in found)
         self.layout = max(part.layout for part in found)
@@ -52,7 +53,7 @@ class KvPages:
         """How many slots have a row together."""
         return self._page if self.pools[pool].unit == "page" else 1
 
-    def _rows(self, pool: int, tokens: int) -> int:
+    def _record_rows(self, pool: int, tokens: int) -> int:
         """How many rows so many tokens have in a record: whole pages, but where there is a row for each slot."""
         return tokens if self.pools[pool].unit == "slot" else tokens // self._page
 
@@ -104,7 +105,7 @@ class KvPages:
         self, pool: int, slots: torch.Tensor, raw: np.ndarray, tokens: int, first: int, stored: Pool | None = None,
         slices: Sequence[Slice] | None = None,
     ) -> None:  # fmt: skip
-        index, rows, first = self._index(pool, slots), self._rows(pool, tokens), self._rows(pool, first)
+        index, rows, first = self._index(pool, slots), self._record_rows(pool, tokens), self._record_rows(pool, first)
         if slices is not None:
             self._scatter_slices(pool, index, raw, rows, first, stored, slices)
             return

@@ -31,7 +31,6 @@ from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Rates
 from sglang_persist.plan import breakeven
-from sglang_persist.plan.agreement import ELSEWHERE
 from sglang_persist.plan.topology import Rank
 from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
 from sglang_persist.save import SaveResult, save
@@ -114,7 +113,7 @@ class Persistence:
         elif self._attempted is not None:
             self._end_attempt(False)
             self._cold("ranks_disagree", "another rank has nothing to restore")
-            self.restore_state, self.restored.whole = "done", False
+            self.restore_state = "done"
         self._agree(group)
         if self.why_off or not self.writes:
             return
@@ -150,14 +149,12 @@ class Persistence:
     def _agree(self, group: Group) -> None:
         """Ranks of one tree must hold the same tree: where they do not, all of them start cold."""
         mine = (self.why_off, self.restored.digest.hexdigest())
-        found = self.restored
-        whole = found.whole and not found.errors and not found.refused[ELSEWHERE] and self.restore_state == "done"
-        answers = group.gather((mine, self._generation, whole))
+        answers = group.gather((mine, self._generation, self.restored.whole))
         self._generation = max(number for _, number, _ in answers)
         others = [other for other, _, _ in answers]
         if all(other == mine for other in others):
-            if all(of_rank for _, _, of_rank in answers) and self.home is not None:
-                self.home.took()
+            if all(whole for _, _, whole in answers):
+                self.home.took(self._replicas)
             return
         self._empty()
         self._cold("ranks_disagree", f"this rank {mine}, all {others}")
@@ -173,8 +170,7 @@ class Persistence:
             self.scheduler.req_to_token_pool.clear()
             self.tree.watch()
             self.home.forget_tree()
-            self.home.taken = {}
-        self.restored.tokens, self.restored.whole = 0, False
+        self.restored.tokens = 0
 
     def _open(self) -> None:
         scheduler, parallel = self.scheduler, get_parallel()
@@ -231,12 +227,10 @@ class Persistence:
             logger.warning("passed over: %s", error)
         self._generation = self._on_store(home.next_generation, deadline) - 1
         if self.settings.restore == "off":
-            home.taken = {}
             return
         self.restore_state = "done"
         if home.manifest is not None and home.manifest.pools != self.pages.pools:
             home.manifest = home.fuller = None
-            home.taken = {}
             self._cold("layout_changed", "the stored buffers are laid out otherwise")
         try:
             self._on_store(lambda: home.look_around(self._place, self._replicas), deadline)
@@ -456,6 +450,7 @@ class Persistence:
         self.restore_seconds += time.monotonic() - self._background_began
         self._end_attempt(state == "done")
         if state == "done":
+            self.home.took(self._replicas)
             self._restored()
         self.restore_state = state
         logger.info(

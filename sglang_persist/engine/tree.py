@@ -79,9 +79,8 @@ class LiveTree:
         self.bigram = bool(self.core.is_eagle)
         self._reversed = policy in _REVERSED
         self._keyed, self._media = keyed, None if media is None else np.array(sorted(media), np.int64)
-        #: Of a node, its start, its end and where its text ends; and, where that is earlier, its end again.
+        #: Of a node, its start, its end and where its text ends.
         self._texts: dict[int, tuple[int, int, int]] = {}
-        self._ends: dict[int, int] = {}
         #: Tokens that the last scan did not show, and why.
         self.not_saved: Counter[str] = Counter()
         #: Ends of paths, the one that was inserted last at the end; None: not watched, or more than can be remembered.
@@ -108,7 +107,7 @@ class LiveTree:
         self._watching = self._lru
         self._inserted = {} if self._watching else None
         self._parents, self._unhashed = {}, 0
-        self._texts, self._ends = {}, {}
+        self._texts = {}
 
     def inserted(self, node_id: int, new_tokens: int) -> None:
         self._unhashed += new_tokens
@@ -215,7 +214,7 @@ class LiveTree:
         """Each path up to the first picture or sound. What SGLang puts into the place of one is a digest, made in ways
         that differ from model to model and release to release, or, where it cannot tell where it belongs, the model's
         own placeholder; the KV of text in front of it does not depend on it."""
-        texts, ends, until = {}, {}, nodes.end.copy()
+        texts, until = {}, nodes.end.copy()
         for i, node in enumerate(nodes):
             if i % STEP_PATHS == 0:
                 yield None
@@ -231,21 +230,18 @@ class LiveTree:
                         continue
                     text = node.start, node.end, node.start + self._text_of(found)
                 texts[node.id], until[i] = text, text[2]
-            if until[i] < node.end:
-                ends[node.id] = node.end
-                self.not_saved[MEDIA] += int(node.end - until[i])
-        self._texts, self._ends = texts, ends
+            self.not_saved[MEDIA] += int(node.end - until[i])
+        self._texts, self.not_saved = texts, +self.not_saved
+        if MAMBA in self._others:  # a state is that of the whole node
+            nodes.states[until < nodes.end] = 0
         shown = nodes.take(np.flatnonzero(until > nodes.start))
         shown.end[:] = until[until > nodes.start]
         return shown
 
     def _up_to_states(self, nodes: TreeNodes) -> TreeNodes:
         """Each path up to its last state, from which alone a request can go on."""
-        # Of a node that is shown shorter than it is, the state is that of its real end.
-        own = (nodes.states > 0) & ~np.isin(nodes.id, np.fromiter(self._ends, np.int64, len(self._ends)))
-        nodes.states[~own] = 0
         leads = np.zeros(len(nodes), bool)
-        leads[list(leading(nodes.parent.tolist(), np.flatnonzero(own).tolist()))] = True
+        leads[list(leading(nodes.parent.tolist(), np.flatnonzero(nodes.states).tolist()))] = True
         if lost := int((nodes.end - nodes.start)[~leads].sum()):
             self.not_saved[NO_STATE] = lost
         return nodes.take(np.flatnonzero(leads))
@@ -316,7 +312,8 @@ class LiveTree:
 
     def _as_it_is(self, node: TreeNode) -> TreeNode:
         """A node that was shown shorter than it is."""
-        return node._replace(end=self._ends.get(node.id, node.end)) if self._ends else node
+        text = self._texts.get(node.id)
+        return node._replace(end=text[1]) if text and text[2] == node.end else node
 
     def _whole(self, node: TreeNode) -> Content | None:
         found = self._content(node.id)
@@ -362,9 +359,9 @@ class LiveTree:
             return None
         return path[start:end] if len(path) == node.end else None
 
-    def state(self, node: TreeNode) -> torch.Tensor | None:
+    def state(self, node_id: int) -> torch.Tensor | None:
         try:
-            return self.core.get_component_device_value(node.id, MAMBA)
+            return self.core.get_component_device_value(node_id, MAMBA)
         except KeyError:
             return None
 

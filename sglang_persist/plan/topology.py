@@ -18,6 +18,7 @@ from sglang_persist.plan.loading import Fit, Resolved, Slice
 
 #: Of a cut, what may differ between what is stored and who restores it.
 _MAY_DIFFER = ("page", "rows", "stages")
+OWN = 0
 _COORDINATE = re.compile(r"([a-z]+)([0-9]+)")
 
 
@@ -28,7 +29,8 @@ def coordinates(shard: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Who restores. `heads`: for each pool, KV heads of the whole model, or None where all ranks hold the same."""
+    """Who restores. `heads`: for each pool, KV heads of the whole model, None where all ranks of tensor parallelism
+    hold the same, or OWN where each has a part that is not told apart here."""
 
     shard: str
     cut: Mapping[str, Any]
@@ -43,9 +45,7 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
         if ours.get(key) != theirs.get(key):
             return key
     a, b = ours.get("topology", {}), theirs.get("topology", {})
-    # Draft models are dealt out among ranks in ways of their own, and so are parts of states.
-    fixed = ("cp", "adp", *(("tp", "pp") if ours.get("drafts") else ("tp",) if ours.get("states") else ()))
-    return next((key for key in fixed if a.get(key, 1) != b.get(key, 1)), None)
+    return next((key for key in ("cp", "adp") if a.get(key, 1) != b.get(key, 1)), None)
 
 
 def head_range(heads: int, size: int, rank: int) -> tuple[int, int]:
@@ -71,9 +71,6 @@ def fits(rank: Rank, cut: Mapping[str, Any], shard: str, pools: Sequence[Pool]) 
     """For each pool of a stored shard, what of it this rank needs and where it belongs. None: nothing."""
     ours, theirs = _size(rank.cut), _size(cut)
     mine, at = coordinates(rank.shard).get("tp", 0), coordinates(shard).get("tp", 0)
-    if mine != at and (rank.cut.get("states") or rank.cut.get("drafts")):
-        # Of equal shape on every rank, but each rank's own: nothing here tells their parts apart.
-        return (None,) * len(pools)
     number = {pool.name: i for i, pool in enumerate(rank.pools)}
     out: list[Fit | None] = []
     for pool in pools:
@@ -117,7 +114,7 @@ def _of_heads(
     pool: Pool, theirs: Buffer, ours: Buffer, heads: int, we: tuple[int, int], they: tuple[int, int]
 ) -> tuple[int, int, int] | None:
     """(low, high, at) of a row whose bytes stand head after head."""
-    if not (divides(heads, we[0]) and divides(heads, they[0])):
+    if heads == OWN or not (divides(heads, we[0]) and divides(heads, they[0])):
         return None
     (a, b), (c, d) = head_range(heads, *we), head_range(heads, *they)
     size = theirs.row_bytes // (d - c)
@@ -130,24 +127,25 @@ def _of_heads(
     return (low - c) * size, (high - c) * size, (low - a) * size
 
 
-def needed(rank: Rank, parts: Sequence[tuple[str, tuple[Fit | None, ...]]]) -> list[str] | None:
-    """Of the shards of a generation, with what each has for this rank, those that it takes; None where together they
-    have not all of it. Where ranks hold the same heads, the first of them."""
+def needed(rank: Rank, parts: Sequence[tuple[str, tuple[Fit | None, ...]]]) -> dict[str, tuple[Fit | None, ...]] | None:
+    """Of the shards of a generation, with what each has for this rank, those that it takes and what of them; None where
+    together they have not all of it. Where several have the same, that of the rank of its own number, or the first."""
     filled = [[0] * len(pool.buffers) for pool in rank.pools]
     taken: set[tuple[int, int, int]] = set()
-    out = []
-    for shard, of_pools in parts:
-        new = []
+    out: dict[str, tuple[Fit | None, ...]] = {}
+    own = coordinates(rank.shard).get("tp", 0)
+    for shard, of_pools in sorted(parts, key=lambda part: coordinates(part[0]).get("tp", 0) != own):
+        kept: list[Fit | None] = []
         for fit in of_pools:
-            if fit is not None:
-                slices = fit.slices or _whole(rank.pools[fit.pool])
-                new += [(fit.pool, s.target, s.at, s.high - s.low) for s in slices]
-        if not new or any(place[:3] in taken for place in new):
-            continue
-        out.append(shard)
-        for pool, target, at, size in new:
-            taken.add((pool, target, at))
-            filled[pool][target] += size
+            slices = () if fit is None else fit.slices or _whole(rank.pools[fit.pool])
+            if any((fit.pool, s.target, s.at) in taken for s in slices):
+                fit, slices = None, ()
+            kept.append(fit)
+            for s in slices:
+                taken.add((fit.pool, s.target, s.at))
+                filled[fit.pool][s.target] += s.high - s.low
+        if any(fit is not None for fit in kept):
+            out[shard] = tuple(kept)
     whole = all(
         got == buffer.row_bytes
         for pool, of_pool in zip(rank.pools, filled, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from sglang_persist.fs import FileSystem, Lock
 from sglang_persist.log import logger
 from sglang_persist.model import Identity, Manifest
 from sglang_persist.plan.saving import Settled
-from sglang_persist.plan.topology import Rank, coordinates
+from sglang_persist.plan.topology import Rank
 from sglang_persist.plan.tree import KnownNodes
 from sglang_persist.store import attempts, names, prune, shard, sources
 from sglang_persist.store.shard import Segment
@@ -39,7 +39,7 @@ class Home:
         #: What is restored beside it: other replicas' generations, or, instead of it, another cut's.
         self.sources: list[Source] = []
         #: What of other replicas the tree was restored from, as a manifest says it.
-        self.taken: dict[str, int] = {}
+        self.taken: Mapping[str, int] = {}
         self.segments: dict[bytes, SegmentIndex] = {}
         self.known = KnownNodes()
         self._lock: Lock | None = None
@@ -59,21 +59,20 @@ class Home:
         deadly = attempts.deadly(self.fs, self.path)
         self.manifest, passed = shard.newest(self.fs, self.path, at_most, deadly)
         self.fuller = shard.fullest(self.fs, self.path, self.manifest, deadly)
-        self.taken = dict(self.manifest.taken) if self.manifest else {}
         return passed
 
     def look_around(self, rank: Rank, replicas: int) -> None:
         """Choose what to restore of what other replicas and other cuts of the model have left."""
-        # Of one that is there again, generations may count from the beginning.
-        self.taken = {g: n for g, n in self.taken.items() if coordinates(g).get("dp", 0) >= replicas}
         found = sources.find(self.fs, self.path, rank, replicas, self.manifest is None)
         self.sources = sources.choose(self.manifest, self.path.parent, rank, replicas, found)
-        if self.restores_another_cut:
-            self.taken = {}
 
-    def took(self) -> None:
-        """What was chosen has been restored, as far as there was room for it."""
-        self.taken |= {s.group: s.generation for s in self.sources if s.cut == self.path.parent}
+    def took(self, replicas: int) -> None:
+        """What was chosen has been restored, all of it that there was room for."""
+        found = {s.group: s.generation for s in self.sources if s.cut == self.path.parent}
+        if self.manifest is not None and not self.restores_another_cut:
+            found = {**self.manifest.taken, **found}
+        # Of one that is there again, generations may count from the beginning.
+        self.taken = {group: number for group, number in found.items() if names.replica(group) >= replicas}
 
     @property
     def restores_another_cut(self) -> bool:
@@ -157,7 +156,7 @@ class Home:
 
     def forget_tree(self) -> None:
         """The live tree was emptied: no node of it is known any more."""
-        self.known = KnownNodes()
+        self.known, self.taken = KnownNodes(), {}
 
     def sweep(self) -> None:
         """Remove what interrupted writes left, as only the holder of the lock may."""
@@ -173,7 +172,6 @@ class Home:
         """Remove everything that is stored here. Raises StoreBusy where another server writes."""
         self.become_writer()
         self.manifest, self.fuller, self.segments, self.known = None, None, {}, KnownNodes()
-        self.taken = {}
         prune.execute(self.fs, prune.plan_shard(self.fs, self.path, 0))
 
     def close(self, timeout: float | None = None) -> None:

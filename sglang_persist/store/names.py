@@ -89,9 +89,14 @@ def segment_of(name: str) -> bytes | None:
     return bytes.fromhex(match[1]) if match else None
 
 
-def replica(shard: str) -> str:
-    """The DP replica that a shard's name begins with."""
-    return shard.split("-", 1)[0]
+def replica(shard: str) -> int:
+    """The DP replica that the name of a shard, or of a group of them, begins with."""
+    return int(shard.split("-", 1)[0].removeprefix("dp"))
+
+
+def heir(shard: str, replicas: int) -> int:
+    """The replica that looks after a shard where there are so many: its own, or, where that is no more, another."""
+    return replica(shard) % replicas
 
 
 def group(shard: str) -> str:

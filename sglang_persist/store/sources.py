@@ -41,7 +41,7 @@ class Source:
 
     @property
     def replica(self) -> int:
-        return coordinates(self.parts[0].path.name).get("dp", 0)
+        return names.replica(self.group)
 
     @property
     def group(self) -> str:
@@ -70,7 +70,7 @@ def find(fs: FileSystem, own: Path, rank: Rank, replicas: int, alone: bool) -> l
         except StoreError:
             continue
         for lead in _leads(shards):
-            number = coordinates(lead).get("dp", 0)
+            number = names.replica(lead)
             if path == own.parent and (names.group(lead) == names.group(own.name) or (number < replicas and not alone)):
                 continue
             if source := _source(fs, path / lead, rank):
@@ -106,7 +106,7 @@ def _source(fs: FileSystem, lead: Path, rank: Rank) -> Source | None:
             name: newest if name == lead.name else shard.load_manifest(fs, lead.parent / name, newest.generation)
             for name in chosen
         }
-        return Source(tuple(Part(lead.parent / name, m, parts[name]) for name, m in manifests.items()))
+        return Source(tuple(Part(lead.parent / name, m, chosen[name]) for name, m in manifests.items()))
     except (FormatError, StoreError):
         return None
 
@@ -118,7 +118,6 @@ def choose(own: Manifest | None, own_cut: Path, rank: Rank, replicas: int, found
     nothing so takes what the others have. What those left that are no more is taken once: it is in `own` then, as far
     as there was room for it.
     """
-    number = coordinates(rank.shard).get("dp", 0)
     if own is not None:
         found = [s for s in found if s.cut != own_cut or own.taken.get(s.group, -1) < s.generation]
     newest = {s.cut: s.created for s in reversed(found)}
@@ -128,7 +127,7 @@ def choose(own: Manifest | None, own_cut: Path, rank: Rank, replicas: int, found
         return []
     cut = max(newest, key=lambda c: (newest[c], c == own_cut))
     of_cut = [s for s in found if s.cut == cut]
-    mine = [s for s in of_cut if s.replica == number or (s.replica >= replicas and s.replica % replicas == number)]
+    mine = [s for s in of_cut if names.heir(s.group, replicas) == names.replica(rank.shard)]
     if cut == own_cut and own is not None:
         return mine
     return mine or of_cut

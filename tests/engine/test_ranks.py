@@ -16,7 +16,8 @@ from sglang_persist.engine import identity
 from sglang_persist.errors import RanksDisagree
 from sglang_persist.fs import REAL
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
-from sglang_persist.plan.topology import Rank, head_range
+from sglang_persist.model import Buffer, Pool
+from sglang_persist.plan.topology import OWN, Rank, fits, head_range, needed
 from sglang_persist.restore import RestoreResult, restore
 from sglang_persist.store import names, shard
 from sglang_persist.store.home import Home
@@ -182,14 +183,14 @@ class Group:
 
         def one(i: int) -> RestoreResult:
             e, home, result = m.engines[i], self.homes[i], RestoreResult()
-            heads = (None if m.latent else m.heads,) * len(e.pages.pools)
+            heads = tuple(None if m.latent else OWN if pool.at_ends else m.heads for pool in e.pages.pools)
             home.find()
             home.look_around(Rank(home.path.name, m.identity.cut, e.pages.pools, m.page, heads), self.replicas)
             if home.manifest is None and not home.sources:
                 return result
             deadline = flow.time.monotonic() + TIMEOUT
             restore(e.tree, e.pages, home, flow.SETTINGS, deadline, result, ranks=together.rank(i))
-            home.took()
+            home.took(self.replicas)
             return result
 
         with ThreadPoolExecutor(len(self.homes)) as pool:
@@ -445,3 +446,19 @@ def test_windows_of_every_rank_are_there_or_of_none(tmp_path, prompts):
     ]
     assert resident[0] == resident[1]
     assert not all(resident[0])
+
+
+def test_pools_that_are_replicated_otherwise_change_their_topology_together():
+    """Four ranks had a head of the full layers each and all the one of the windows; two ranks take what they need."""
+
+    def pools(full, window):
+        return tuple(
+            Pool(name, "slot", (Buffer("k0", "bfloat16", (heads, 8), 16 * heads),))
+            for name, heads in (("full", full), ("swa", window))
+        )
+
+    rank = Rank("dp0-adp0-pp0-cp0-tp1", {"topology": {"tp": 2}}, pools(2, 1), 1, (4, 1))
+    shards = [f"dp0-adp0-pp0-cp0-tp{i}" for i in range(4)]
+    chosen = needed(rank, [(name, fits(rank, {"topology": {"tp": 4}}, name, pools(1, 1))) for name in shards])
+    taken = [(name[-3:], fit.pool) for name, of_shard in chosen.items() for fit in of_shard if fit is not None]
+    assert sorted(taken) == [("tp1", 1), ("tp2", 0), ("tp3", 0)]

@@ -142,7 +142,7 @@ def saved_with(e: real.Engine, at, monkeypatch, nodes: TreeNodes):
 def shown(e: real.Engine, *more: TreeNode) -> TreeNodes:
     nodes = [*more, *(n._replace(parent=n.parent + len(more) if n.parent >= 0 else -1) for n in e.tree.nodes())]
     out = TreeNodes.of(nodes)
-    out.states[:] = [2 * (e.tree.state(n) is not None) for n in nodes]
+    out.states[:] = [2 * (e.tree.state(n.id) is not None) for n in nodes]
     return out
 
 
