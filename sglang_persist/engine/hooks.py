@@ -87,6 +87,17 @@ def _after_pull(persistence, received, *_args, **_kwargs):
 
 
 @_guarded
+def _after_split(_persistence, work_and_control, *_args, **_kwargs):
+    """With attention data parallelism the first rank's control messages go to all, but a command of ours to those that
+    share a tree, as requests do."""
+    from sglang_persist.engine.runtime import PersistCommand
+
+    work, control = work_and_control
+    work += [message for message in control if isinstance(message, PersistCommand)]
+    control[:] = [message for message in control if not isinstance(message, PersistCommand)]
+
+
+@_guarded
 def _after_insert(persistence, result, _cache, params, *_args, **_kwargs):
     persistence.inserted(result, len(params.key))
 
@@ -204,6 +215,7 @@ SCHEDULER = (
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert", HookType.AFTER, _after_insert),
     (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.BEFORE, _before_pull),
     (_PARTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", HookType.AFTER, _after_pull),
+    (_PARTS + "request_receiver.SchedulerRequestReceiver._split_work_and_control_reqs", HookType.AFTER, _after_split),
     (_PARTS + "internal_state.SchedulerInternalStateController.get_internal_state", HookType.AFTER, _after_state),
     (_PARTS + "internal_state.SchedulerInternalStateController._update_handlers", HookType.AFTER, _after_handlers),
     (_WEIGHTS + "update_weights_from_disk", HookType.BEFORE, _before_weights),

@@ -185,8 +185,11 @@ def _refuse(settings: dict[str, Any], parallel, scheduler) -> None:
         raise Unsupported("unsupported_lora", "LoRA adapters together with streaming sessions")
     if getattr(parallel, "dcp_enabled", False):
         raise Unsupported("unsupported_topology", "decode context parallelism")
-    if parallel.attn_dp_size > 1:
-        raise Unsupported("unsupported_topology", "attention data parallelism")
+    if parallel.attn_dp_size > 1 and getattr(parallel, "enable_dp_attention_local_control_broadcast", False):
+        # Its groups compute pass by pass together, but would not be told to stop in the same one.
+        raise Unsupported("unsupported_topology", "attention data parallelism whose groups are told to stop one by one")
+    if getattr(parallel, "ep_join_rank_offset", 0):
+        raise Unsupported("unsupported_topology", "ranks that join a running engine")
     mode = str(settings.get("disaggregation_mode") or "null")
     if mode != "null":
         raise Unsupported("unsupported_topology", f"disaggregation mode {mode}")
@@ -317,17 +320,25 @@ def heads(config, pages: KvPages) -> tuple[int | None, ...]:
     return tuple(of_kind.get(pool.name, config.get_num_kv_heads(1)) for pool in pages.pools)
 
 
-def shard_name(parallel, dp_rank: int | None, latent: bool) -> str:
+def replicas(parallel) -> tuple[int, int]:
+    """(which replica this rank belongs to, how many there are): each has a tree of its own. With attention data
+    parallelism, which is never inside of replicas, they are its groups."""
+    if parallel.attn_dp_size > 1:
+        return parallel.attn_dp_rank, parallel.attn_dp_size
+    return parallel.dp_rank or 0, max(1, getattr(parallel, "dp_size", None) or 1)
+
+
+def shard_name(parallel, latent: bool) -> str:
     """The directory of this rank's files. `latent`: what all ranks of tensor parallelism hold is the same, and is
     stored by the first of them."""
     ranks = (parallel.attn_dp_rank, parallel.pp_rank, parallel.attn_cp_rank, 0 if latent else parallel.attn_tp_rank)
-    return _shard(dp_rank or 0, *ranks)
+    return _shard(replicas(parallel)[0], *ranks)
 
 
-def group_shards(parallel, dp_rank: int | None, latent: bool) -> tuple[str, ...]:
+def group_shards(parallel, latent: bool) -> tuple[str, ...]:
     """Of all ranks that share this rank's tree: one generation is complete when each of them has it."""
     return tuple(
-        _shard(dp_rank or 0, parallel.attn_dp_rank, pp, cp, tp)
+        _shard(replicas(parallel)[0], parallel.attn_dp_rank, pp, cp, tp)
         for pp in range(parallel.pp_size)
         for cp in range(parallel.attn_cp_size)
         for tp in range(1 if latent else parallel.attn_tp_size)

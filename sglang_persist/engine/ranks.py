@@ -11,19 +11,41 @@ class Group:
     """`ports.Ranks`: the ranks of an engine that keep the same tree as this one. `shards` names them, None where this
     rank could not even tell that.
 
-    Each rank of the whole engine must make the same calls in the same order, whatever befell it: they go through
-    SGLang's group of all of them, whose time limit bounds them.
+    Each rank of the whole engine must make one, and each rank of a group the same calls in the same order, whatever
+    befell it. SGLang's time limit for its own groups bounds them.
     """
 
     def __init__(self, parallel, shards: tuple[str, ...] | None):
-        self.alone = parallel.tp_size * parallel.pp_size == 1
-        self._parallel, self._shards = parallel, shards
+        alone = parallel.tp_size * parallel.pp_size == 1
+        self._group = None if alone else _group(parallel.world_group.cpu_group, shards)
+
+    @property
+    def alone(self) -> bool:
+        return self._group is None
 
     def gather(self, value: Any) -> list[Any]:
-        if self.alone:
-            return [value]
-        group = self._parallel.world_group.cpu_group
-        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(everyone, (self._shards, value), group=group)
-        # A rank that could not tell its shards concerns all.
-        return [v for s, v in everyone if s is None or self._shards is None or s == self._shards]
+        return [value] if self._group is None else _gather(self._group, value)
+
+
+def _group(world, shards: tuple[str, ...] | None):
+    """Of all ranks those with the same shards; None where that is this one alone. With attention data parallelism there
+    are several such groups, each of which goes its own way."""
+    everyone = _gather(world, shards)
+    groups = list(dict.fromkeys(everyone))
+    # A rank that could not tell its shards concerns all.
+    if len(groups) == 1 or None in groups:
+        return world
+    ranks = torch.distributed.get_process_group_ranks(world)
+    own = None
+    for members in groups:  # every rank takes part in making each of them
+        of_group = [rank for rank, theirs in zip(ranks, everyone, strict=True) if theirs == members]
+        made = torch.distributed.new_group(of_group, backend="gloo")
+        if members == shards and len(of_group) > 1:
+            own = made
+    return own
+
+
+def _gather(group, value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, value, group=group)
+    return everyone

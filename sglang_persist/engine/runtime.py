@@ -25,6 +25,7 @@ from sglang_persist.engine.prefill import PrefillRate
 from sglang_persist.engine.ranks import Group
 from sglang_persist.engine.tree import LiveTree, prepare_hashes
 from sglang_persist.errors import NewerFormat, PersistError, SnapshotFailed, StoreUnavailable, Unsupported, Unusable
+from sglang_persist.filling import RestoreResult
 from sglang_persist.format import codec, planes
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
@@ -32,7 +33,7 @@ from sglang_persist.log import logger
 from sglang_persist.model import Identity, Rates
 from sglang_persist.plan import breakeven
 from sglang_persist.plan.topology import Rank
-from sglang_persist.restore import LOOK_SECONDS, RestoreResult, restore
+from sglang_persist.restore import LOOK_SECONDS, restore
 from sglang_persist.save import SaveResult, save
 from sglang_persist.store import attempts, names, shard, verify
 from sglang_persist.store.home import Home
@@ -193,17 +194,15 @@ class Persistence:
         began = time.monotonic()
         self.identity = identity.identify(self.fs, scheduler, parallel, self.tree, self.pages, root, of_drafts)
         logger.info("identified %s in %.1f s", names.namespace(self.identity), time.monotonic() - began)
-        dp_rank = parallel.dp_rank
         latent = self.pages.latent
-        self.shards = identity.group_shards(parallel, dp_rank, latent)
-        name = identity.shard_name(parallel, dp_rank, latent)
+        self.shards = identity.group_shards(parallel, latent)
+        name = identity.shard_name(parallel, latent)
         self.home = Home(self.fs, root, self.identity, name)
         heads = identity.heads(scheduler.model_config, self.pages)
         self._place = Rank(name, self.identity.cut, self.pages.pools, self.tree.page_tokens, heads)
-        self._replicas = max(1, int(getattr(parallel, "dp_size", 1) or 1))
+        self.rank, self._replicas = identity.replicas(parallel)
         shape = Shape(self.identity, self.pages.pools, self.tree.page_tokens, self.shards, self._replicas)
         self.keeper = Keeper(self.home, shape, self.settings)
-        self.rank = int(dp_rank or 0)
         self.writes = not latent or parallel.attn_tp_rank == 0
         self.leader = self.writes and self.home.path.name == self.shards[0]
         self.why_off = None
@@ -406,7 +405,7 @@ class Persistence:
             if self.why_off is None:
                 self.tree.keep_current()
             return
-        idle = self.scheduler.is_fully_idle()
+        idle = self._idle()
         busy = min(BUSY_SLICE, max(LEAST_SLICE, SLICE_SHARE * passed))
         end = now + (IDLE_SLICE if idle else busy)
         while (self._job or self._background) and (left := end - time.monotonic()) > 0:
@@ -416,6 +415,12 @@ class Persistence:
             if not (idle and self.scheduler.idle_sleeper):
                 break
             waiting(left)  # else the idle loop would sleep, for much longer
+
+    def _idle(self) -> bool:
+        """Whether nobody waits for this rank. With attention data parallelism other groups may compute, each pass of
+        theirs together with one of this one."""
+        alone = get_parallel().attn_dp_size == 1 or self.scheduler.idle_sleeper
+        return bool(alone and self.scheduler.is_fully_idle())
 
     def _step_background(self):
         try:

@@ -45,7 +45,7 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
         if ours.get(key) != theirs.get(key):
             return key
     a, b = ours.get("topology", {}), theirs.get("topology", {})
-    return next((key for key in ("cp", "adp") if a.get(key, 1) != b.get(key, 1)), None)
+    return "cp" if a.get("cp", 1) != b.get("cp", 1) else None
 
 
 def head_range(heads: int, size: int, rank: int) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import real
 
 from sglang_persist import config
+from sglang_persist.filling import RestoreResult
 from sglang_persist.fs import REAL
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
-from sglang_persist.restore import RestoreResult, restore
+from sglang_persist.restore import restore
 from sglang_persist.save import SaveResult, save
 from sglang_persist.store.home import Home
 

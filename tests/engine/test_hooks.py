@@ -12,6 +12,8 @@ import flow
 import numpy as np
 import pytest
 import real
+from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, FlushCacheReqInput
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.utils.weight_checker import WeightChecker
@@ -69,6 +71,23 @@ def test_flush_with_a_keyword_is_heard(monkeypatch):
 def test_no_hook_raises_into_the_engine(monkeypatch, target, keywords, current):
     monkeypatch.setattr(hooks, "_current", current)
     call(target, [], **keywords)
+
+
+def test_a_command_travels_with_the_requests_of_the_group_whose_leader_gave_it(monkeypatch):
+    """With attention data parallelism control messages are those of the first rank for all."""
+    split = "request_receiver.SchedulerRequestReceiver._split_work_and_control_reqs"
+    work, flush = BatchTokenizedGenerateReqInput(batch=[]), FlushCacheReqInput()
+    command = PersistCommand(2, "interval", 0, 0)
+    received = [command, work, flush]
+    kind, function = next((k, f) for t, k, f in hooks.SCHEDULER if t.endswith(split))
+    wrapped = _wrap_fn(SchedulerRequestReceiver._split_work_and_control_reqs, function, kind)
+    requests, control = wrapped(None, received)
+    assert [id(r) for r in requests] == [id(work)]
+    assert [id(r) for r in control] == [id(command), id(flush)]
+    monkeypatch.setattr(hooks, "_current", Recorder())
+    requests, control = wrapped(None, received)
+    assert [id(r) for r in requests] == [id(work), id(command)]
+    assert [id(r) for r in control] == [id(flush)]
 
 
 def test_kinds_are_those_that_leave_the_original_in_charge():

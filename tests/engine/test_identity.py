@@ -289,6 +289,7 @@ CHANGES = {
     "TP": {"parallel": {"tp_size": 2}},
     "PP": {"parallel": {"pp_size": 2}},
     "CP": {"parallel": {"attn_cp_size": 2}},
+    "attention DP": {"parallel": {"attn_dp_size": 2}},
     "model implementation": {"given": {"model_impl": "transformers"}},
     "load format": {"given": {"load_format": "bitsandbytes"}},
     "what the loader is told": {"given": {"model_loader_extra_config": '{"pattern": "x"}'}},
@@ -449,6 +450,20 @@ REFUSED = {
     "sessions with LoRA": ({"enable_lora": True, "enable_streaming_session": True}, "unsupported_lora"),
     "PD": ({"disaggregation_mode": "prefill"}, "unsupported_topology"),
 }
+
+
+REFUSED_RANKS = {
+    "DCP": {"dcp_enabled": True},
+    "groups that stop one by one": {"attn_dp_size": 2, "enable_dp_attention_local_control_broadcast": True},
+    "joining ranks": {"ep_join_rank_offset": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_RANKS)
+def test_ranks_that_cannot_act_together_are_refused(model, name):
+    with pytest.raises(Unsupported) as error:
+        who(model, parallel=REFUSED_RANKS[name])
+    assert error.value.reason == "unsupported_topology"
 
 
 @pytest.mark.parametrize("name", REFUSED)

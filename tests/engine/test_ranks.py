@@ -14,11 +14,12 @@ import torch
 
 from sglang_persist.engine import identity
 from sglang_persist.errors import RanksDisagree
+from sglang_persist.filling import RestoreResult
 from sglang_persist.fs import REAL
 from sglang_persist.keeper import Keeper, SaveRequest, Shape
 from sglang_persist.model import Buffer, Pool
 from sglang_persist.plan.topology import OWN, Rank, fits, head_range, needed
-from sglang_persist.restore import RestoreResult, restore
+from sglang_persist.restore import restore
 from sglang_persist.store import names, shard
 from sglang_persist.store.home import Home
 
@@ -70,6 +71,8 @@ class Model:
     layers: int = 4
     dim: int = 16
     dp: int = 0
+    #: Groups of attention data parallelism, of which this one is number `dp`.
+    adp: int = 1
     size: int = 4096
     core: str = "rust"
     engines: list[real.Engine] = field(default_factory=list)
@@ -81,11 +84,15 @@ class Model:
     @property
     def shards(self) -> tuple[str, ...]:
         tps = range(1 if self.latent else self.tp)
-        return tuple(f"dp{self.dp}-adp0-pp{pp}-cp0-tp{tp}" for pp in range(self.pp) for tp in tps)
+        return tuple(self.shard(pp, tp) for pp in range(self.pp) for tp in tps)
+
+    def shard(self, pp: int, tp: int) -> str:
+        adp = self.dp if self.adp > 1 else 0
+        return f"dp{self.dp}-adp{adp}-pp{pp}-cp0-tp{0 if self.latent else tp}"
 
     @property
     def identity(self):
-        topology = {"tp": self.tp, "pp": self.pp, "cp": 1, "adp": 1}
+        topology = {"tp": self.tp * self.adp, "pp": self.pp, "cp": 1, "adp": self.adp}
         cut = {"topology": topology, "page": self.page, "pool": self.kind, "layout": 1}
         if self.kind == "linear":
             cut["states"] = {"chunk": 64}
@@ -161,8 +168,7 @@ class Group:
         self.homes, self.keepers = [], []
         for number, e in enumerate(m.engines):
             pp, tp = divmod(number, m.tp)
-            shard = f"dp{m.dp}-adp0-pp{pp}-cp0-tp{0 if m.latent else tp}"
-            home = Home(REAL, self.root, m.identity, shard)
+            home = Home(REAL, self.root, m.identity, m.shard(pp, tp))
             self.homes.append(home)
             shape = Shape(m.identity, e.pages.pools, m.page, m.shards, self.replicas)
             self.keepers.append(Keeper(home, shape, flow.SETTINGS))
@@ -358,6 +364,27 @@ def test_one_replica_more_finds_what_the_others_left(tmp_path, prompts):
     assert model.check(prompts[:2]) == [len(p) for p in prompts[:2]]
     model, _ = restarted(tmp_path, Model(dp=0), replicas=1)
     assert model.check(prompts) == [len(p) for p in prompts]
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_of_attention_dp_are_replicas(tmp_path, prompts, kind, tp):
+    """Each is warm for what it served; one tree takes over from two groups; two groups each take over one tree."""
+    groups = [Model(tp, kind=kind, dp=i, adp=2) for i in range(2)]
+    own = [prompts[:2], prompts[2:]]
+    for group, served in zip(groups, own, strict=True):
+        saved(tmp_path, group, served)
+    assert len({names.cut_dir(g.identity) for g in groups}) == 1
+    for group, served in zip(groups, own, strict=True):
+        model, _ = restarted(tmp_path, group, replicas=2)
+        assert model.check(served) == [len(p) for p in served]
+    one = Model(2 * tp, kind=kind)
+    model, _ = restarted(tmp_path, one)
+    assert model.check(prompts) == [len(p) for p in prompts]
+    saved(tmp_path, one, prompts)
+    for group in groups:
+        model, _ = restarted(tmp_path, group, replicas=2)
+        assert model.check(prompts) == [len(p) for p in prompts]
 
 
 def test_what_a_replica_left_is_taken_once(tmp_path, prompts):

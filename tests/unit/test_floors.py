@@ -40,6 +40,8 @@ FLOORS = (
     ("keeper.py",),
     ("ports.py",),
     ("save.py", "background.py"),
+    ("filling.py",),
+    ("inserting.py",),
     ("restore.py",),
     ("engine/",),
 )
