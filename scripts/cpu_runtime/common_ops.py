@@ -3,7 +3,8 @@
 `sgl_kernel` imports a module of this name once none of its CUDA builds loads; it has to provide the one custom op that
 the plain CPU path calls. Being imported that early, it also gets to replace one method of the torch_native backend:
 stock computes attention for the cached prefix and throws it away, so that a cache hit costs almost what a miss costs.
-SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method. For the benchmarks: hicache_on_cpu.py and held_reads.py.
+SGLANG_PERSIST_STOCK_ATTENTION=1 keeps the stock method. And to add one that is missing there. For the benchmarks:
+hicache_on_cpu.py and held_reads.py.
 """
 
 import os
@@ -87,13 +88,17 @@ def only_new_rows(stock):
     return extend
 
 
-def replace_attention(module) -> None:
+def change_backend(module) -> None:
     """In BACKEND, once it is loaded."""
     backend = module.TorchNativeAttnBackend
-    backend._run_sdpa_forward_extend = only_new_rows(backend._run_sdpa_forward_extend)
+    if os.environ.get("SGLANG_PERSIST_STOCK_ATTENTION") != "1":
+        backend._run_sdpa_forward_extend = only_new_rows(backend._run_sdpa_forward_extend)
+    # Attention data parallelism asks for it on a CPU, and only the AMX backend has it.
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+        backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
-_changes = {}  # by the name of a module: what to do with it once it is loaded
+_changes = {BACKEND: change_backend}  # by the name of a module: what to do with it once it is loaded
 
 
 class _Changed(SourceFileLoader):
@@ -112,8 +117,6 @@ class _Finder:
         return spec
 
 
-if os.environ.get("SGLANG_PERSIST_STOCK_ATTENTION") != "1":
-    _changes[BACKEND] = replace_attention
 if os.environ.get("SGLANG_PERSIST_HICACHE_ON_CPU") == "1":
     import hicache_on_cpu
 

@@ -25,7 +25,8 @@ def ranks(args: list[str]) -> int:
     sizes = [
         given(args, "--tp-size", "--tensor-parallel-size", "--tp"),
         given(args, "--pp-size", "--pipeline-parallel-size", "--pp"),
-        given(args, "--dp-size", "--data-parallel-size", "--dp"),
+        # Groups of attention data parallelism, in its older spelling, are ranks of tensor parallelism.
+        None if "--enable-dp-attention" in args else given(args, "--dp-size", "--data-parallel-size", "--dp"),
     ]
     return math.prod(int(size) for size in sizes if size and size.isdigit())
 

@@ -21,7 +21,11 @@ def warm_pass(server: serving.Server, prompts: list[str]):
 
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [("gemma3", ()), ("deepseek", ("--page-size", 16)), ("qwen3", ()), ("llama", ("--chunked-prefill-size", 512))],
+    [
+        ("gemma3", ()), ("deepseek", ("--page-size", 16)), ("qwen3", ()), ("llama", ("--chunked-prefill-size", 512)),
+        ("llama", ("--tp-size", 2, "--attn-cp-size", 2)),
+    ],
+    ids=["windows", "latent", "qwen3", "chunks", "CP"],
 )
 def test_every_kind_of_model_restarts_warm(prompts, tmp_path, kind, flags):
     with serving.Server(serving.model(kind), *persist(tmp_path / "store", *flags)) as server:
@@ -84,9 +88,15 @@ def test_pipeline_parallelism_ends_in_time_and_restores_into_one(llama, prompts,
         assert_warm(serve(server, serving.prompts(1, chars=1500, shared=0, offset=30_000)), extra)
 
 
-def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_path):
-    store = tmp_path / "store"
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("llama", ("--dp-size", 2)), ("deepseek", ("--tp-size", 2, "--attn-dp-size", 2))],
+    ids=["DP", "attention DP"],
+)
+def test_each_replica_is_warm_and_one_takes_over_from_two(prompts, tmp_path, kind, flags):
+    store, model = tmp_path / "store", serving.model(kind)
     own = [prompts[:2], prompts[2:]]
+    exact = ("--dtype", "float32")  # one rank adds in another order than two
 
     def serve_each(server):
         return [
@@ -96,7 +106,7 @@ def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_pa
     def cached(answers):
         return [sum(a.cached_tokens for a in of_rank) for of_rank in answers]
 
-    with serving.Server(llama, *persist(store, "--dp-size", 2)) as server:
+    with serving.Server(model, *persist(store, *flags, *exact)) as server:
         serve_each(server)
         warm = serve_each(server)
         assert len(cli("snapshot", "--url", server.url, "--json")["ranks"]) == 2
@@ -106,7 +116,7 @@ def test_each_replica_is_warm_and_one_takes_over_from_two(llama, prompts, tmp_pa
         assert all(a >= 0.99 * b > 0 for a, b in zip(cached(again), cached(warm), strict=True))
         assert [[a.ids for a in of] for of in again] == [[a.ids for a in of] for of in warm]
         server.stop()
-    with serving.Server(llama, *persist(store)) as server:
+    with serving.Server(model, *persist(store, *exact)) as server:
         found = serve(server, prompts)
         assert found.cached >= 0.99 * sum(cached(warm))
         assert found.ids == [a.ids for of in warm for a in of]
