@@ -18,6 +18,8 @@ from sglang_persist.plan.loading import Fit, Resolved, Slice
 
 #: Of a cut, what may differ between what is stored and who restores it.
 _MAY_DIFFER = ("page", "rows", "stages")
+#: Of its topology, what may not: which part of a context its ranks hold is not known.
+_OF_TOPOLOGY = ("cp",)
 OWN = 0
 _COORDINATE = re.compile(r"([a-z]+)([0-9]+)")
 
@@ -45,7 +47,7 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
         if ours.get(key) != theirs.get(key):
             return key
     a, b = ours.get("topology", {}), theirs.get("topology", {})
-    return "cp" if a.get("cp", 1) != b.get("cp", 1) else None
+    return next((key for key in _OF_TOPOLOGY if a.get(key, 1) != b.get(key, 1)), None)
 
 
 def head_range(heads: int, size: int, rank: int) -> tuple[int, int]:
