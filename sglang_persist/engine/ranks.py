@@ -12,7 +12,7 @@ class Group:
     rank could not even tell that.
 
     Each rank of the whole engine must make one, and each rank of a group the same calls in the same order, whatever
-    befell it. SGLang's time limit for its own groups bounds them.
+    befell it. What bounds them is the time limit of the group: SGLang's where that is all ranks, else torch's.
     """
 
     def __init__(self, parallel, shards: tuple[str, ...] | None):
