@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -144,9 +145,12 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not one of those that the kernel gives to connections: SGLang binds it only half a minute later."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _alive(session: int) -> list[int]:

@@ -6,6 +6,8 @@ import sys
 
 from serving import RUNTIME
 
+BACKEND = "sglang.srt.layers.attention.torch_native_backend"
+
 # In a process of its own: `common_ops` registers an op for the whole process and changes how a module is imported.
 PRELUDE = f"""
 import sys
@@ -70,9 +72,9 @@ def test_attention_of_the_new_rows_equals_stock():
 
 
 def test_stock_attention_on_request():
-    replaces = "print(common_ops._Finder in sys.meta_path)"
-    assert run(replaces, SGLANG_PERSIST_STOCK_ATTENTION="1") == "False"
-    assert run(replaces) == "True"
+    whose = f"from {BACKEND} import TorchNativeAttnBackend as B; print(B._run_sdpa_forward_extend.__module__)"
+    assert run(whose, SGLANG_PERSIST_STOCK_ATTENTION="1") == BACKEND
+    assert run(whose) == "common_ops"
 
 
 def test_slots_are_dealt_to_the_requests():
