@@ -6,6 +6,7 @@ Real servers run in tests/server. Here are the faults that cannot be injected in
 from __future__ import annotations
 
 import time
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,8 @@ class Process:
     """One start of a server on a directory. `put` and `match` are those of its cache."""
 
     def __init__(self, monkeypatch, directory: Path, fs: FileSystem = REAL, core="rust", **settings):
-        monkeypatch.setattr(runtime, "get_parallel", lambda: PARALLEL)
+        self.parallel = copy(PARALLEL)
+        monkeypatch.setattr(runtime, "get_parallel", lambda: self.parallel)
         monkeypatch.setattr(runtime, "get_memory", lambda: SimpleNamespace(radix_eviction_policy="lru"))
         monkeypatch.setattr(identity, "identify", lambda *_args: real.IDENTITY)
         monkeypatch.setattr(identity, "heads", lambda *_args: (2,))

@@ -7,7 +7,9 @@ import errno
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import real
 from process import Process
 from simfs import ALL_LOST, GROWING, KILLED, Crash, SimFs
 
+from sglang_persist.engine import runtime
 from sglang_persist.fs import REAL, FileSystem
 from sglang_persist.model import Rates
 from sglang_persist.store import attempts, names, shard, verify
@@ -364,6 +367,33 @@ def test_paths_that_are_computed_faster_than_they_load_are_left_out_of_both(monk
     assert (again.engine.match(long), again.engine.match(short)) == (300, 0)
     overruled = Process(monkeypatch, tmp_path / "store", min_tokens=0).start()
     assert overruled.status["break_even"]["least_tokens"] == 0
+
+
+@pytest.mark.parametrize(("groups", "sleeps", "short"), [(1, None, False), (2, None, True), (2, True, False)])
+def test_an_idle_group_of_attention_dp_takes_short_steps_because_the_others_wait_for_it(
+    monkeypatch, tmp_path, rng, groups, sleeps, short
+):
+    process = Process(monkeypatch, tmp_path / "store").start()
+    process.parallel.attn_dp_size = groups
+    persistence, step = process.persistence, process.persistence._step
+    persistence.scheduler.idle_sleeper = sleeps
+    real.populate(process.engine, rng, 30)
+    passes = [0]
+    # By a clock in which each step takes a millisecond and nothing else takes any time.
+    clock = SimpleNamespace(monotonic=lambda: sum(passes) / 1000, time=time.time)
+    monkeypatch.setattr(runtime, "time", clock)
+
+    def counted():
+        passes[-1] += 1
+        return step()
+
+    monkeypatch.setattr(persistence, "_step", counted)
+    persistence.request_snapshot()
+    while not process.status["snapshot"]["last_request"]:
+        passes.append(0)
+        process.one_pass()
+    assert (max(passes) <= 1000 * runtime.BUSY_SLICE) is short
+    assert sum(passes) > 1000 * runtime.IDLE_SLICE
 
 
 def manifests(store: Path) -> list:
