@@ -188,7 +188,10 @@ def codec_case(tokens: int, real_data: bool, times: int) -> dict:
         with ThreadPoolExecutor(threads) as workers:
 
             def run(work) -> None:
-                list(workers.map(lambda i: work(i, tools()), turns))
+                def one(i: int) -> None:  # what a work returns is not kept: it would be new memory each time
+                    work(i, tools())
+
+                list(workers.map(one, turns))
 
             for _ in range(1 + times):
                 for name, work in works.items():
